@@ -92,7 +92,7 @@ def on_page_content(content, page, config, files):
 
     Of the pages of results/ every section is folded but the first: they hold long tables and commands.
     """
-    content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
+    content = re.sub(r"<table>.*?</table>", labeled, content, flags=re.S)
     if page.file.src_uri.startswith("reference/"):
         content = NAMED.sub(lambda found: linked(found, files), content)
     content = PATH.sub(lambda path: path[0].replace("/", "/<wbr>"), content)
@@ -125,7 +125,7 @@ def formula(text):
     return f"<div style='overflow-x: auto'>{''.join(lines)}</div>"
 
 
-def labelled(table):
+def labeled(table):
     """A table whose cells say their column, where it has too many to stand side by side on a phone; or a list."""
     names, cells = (
         [plain(cell) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table[0], flags=re.S)]

@@ -30,7 +30,7 @@ from relinear.compare.results import count_ngrams
 from relinear.compare.series import series_row
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
-from relinear.pages.figures import colours
+from relinear.pages.figures import colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json
 from relinear.training import TrainSettings
@@ -212,7 +212,7 @@ def draw(found: dict[str, Any], stem: str) -> None:
     rows = found["budgets"]
     whole = set.intersection(*({entry["name"] for entry in row["entries"] if entry["gap"]} for row in rows))
     entries = [entry for entry in rows[0]["entries"] if entry["name"] in whole]
-    palette = colours([entry["name"] for entry in entries])
+    palette = colors([entry["name"] for entry in entries])
     save_panels(figures.series(entries, palette, rows, "tokens", found["reference"]), stem)
 
 

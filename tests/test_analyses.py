@@ -13,7 +13,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.activations.shared_context import context_owner
 from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, tokens_of
-from relinear.analysis.effective_rank import effective_rank, effective_ranks, realised_spectra
+from relinear.analysis.effective_rank import effective_rank, effective_ranks, realized_spectra
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
 from relinear.analysis.latents import latent_statistics
@@ -71,7 +71,7 @@ def test_spectra_equal_those_of_the_materialised_operators(gates: str, right: tu
     dense = torch.einsum(
         "to,or,tr,ri->toi", b, left.double(), a, (torch.eye(rank) if basis is None else basis).double()
     )
-    spectra = realised_spectra(left, basis, inner, outer, tokens)
+    spectra = realized_spectra(left, basis, inner, outer, tokens)
     stacked = {
         "operators": dense.flatten(1),
         "outputs": dense.transpose(0, 1).flatten(1),

@@ -68,5 +68,5 @@ def test_no_two_operators_look_alike(study) -> None:
     record = json.loads((REPOSITORY / "results" / "atlas" / "four.json").read_text())
     assert len(record["operators"]) > 8
     for panel in study.cost_panels(record):
-        looks = [(series.colour, series.number % 8) for series in panel.shown]
+        looks = [(series.color, series.number % 8) for series in panel.shown]
         assert len(set(looks)) == len(looks)

@@ -19,7 +19,7 @@ from relinear.operators.low_rank import LowRank, LowRankLinear
 from surgery_helpers import IDS, llama
 
 
-class PenalisedLinear(LowRankLinear):
+class PenalizedLinear(LowRankLinear):
     """A low-rank layer with the mean squared output as its auxiliary loss, noted for every token."""
 
     def forward(self, x):
@@ -31,15 +31,15 @@ class PenalisedLinear(LowRankLinear):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Penalised(LowRank):
+class Penalized(LowRank):
     kind: ClassVar[str] = "penalised_for_test"
-    module_class = PenalisedLinear
+    module_class = PenalizedLinear
 
 
 @pytest.fixture
 def model():
     model = llama().train()
-    relinear.replace_(model, {"up_proj": Penalised(rank=4)}, layers=[0, 1])
+    relinear.replace_(model, {"up_proj": Penalized(rank=4)}, layers=[0, 1])
     return model
 
 
@@ -140,7 +140,7 @@ def test_unshifted_labels_count_where_they_stand():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=50, pad_token_id=0, num_labels=3, **sizes)
     tokens = LlamaForTokenClassification(copy.deepcopy(config)).train()
-    relinear.replace_(tokens, {"up_proj": Penalised(rank=4)})
+    relinear.replace_(tokens, {"up_proj": Penalized(rank=4)})
     labels = torch.where(padded(BATCH) == -100, -100, BATCH % 3)
     expected = energy_by_hand(tokens, BATCH, labels != -100)
     loss = tokens(BATCH, labels=labels).loss
@@ -148,7 +148,7 @@ def test_unshifted_labels_count_where_they_stand():
     torch.testing.assert_close(found, wanted)
     assert loss > found
     sequences = LlamaForSequenceClassification(config).train()
-    relinear.replace_(sequences, {"up_proj": Penalised(rank=4)})
+    relinear.replace_(sequences, {"up_proj": Penalized(rank=4)})
     mask = torch.ones_like(BATCH)
     mask[1:, 4:] = 0
     expected = energy_by_hand(sequences, BATCH, mask == 1)

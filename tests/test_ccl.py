@@ -115,8 +115,8 @@ def test_each_arm_of_table_4_is_the_equations(entry, basis_gate, output_gate, ga
     assert ("basis_gate.weight" in value, "output_gate.weight" in value) == (basis_gate, output_gate)
     x, context = torch.randn(20, 7, dtype=torch.float64), torch.randn(20, 5, dtype=torch.float64)
     h = x.numpy() @ value["basis"].T
-    centred = h - h.mean(-1, keepdims=True)
-    h = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * value["norm.weight"] + value["norm.bias"]
+    centered = h - h.mean(-1, keepdims=True)
+    h = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) * value["norm.weight"] + value["norm.bias"]
 
     def gate(name: str) -> np.ndarray | float:
         if f"{name}.weight" not in value:

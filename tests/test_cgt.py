@@ -436,8 +436,8 @@ def plain_cgt(state, config, ids):
 
     def normal(x, name):
         gain, shift = weights(name)
-        centred = x - x.mean(-1, keepdim=True)
-        return gain * centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
+        centered = x - x.mean(-1, keepdim=True)
+        return gain * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
 
     def affine(x, name):
         matrix, shift = weights(name)

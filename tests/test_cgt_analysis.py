@@ -256,12 +256,10 @@ def test_dot_products_and_spectrum():
 
 def test_neighbours_and_their_chance(monkeypatch):
     close = torch.eye(3).repeat_interleave(10, 0) + 0.01 * torch.randn(30, 3)
-    share, chance = cgt_context.neighbours(close, [index // 10 for index in range(30)])
+    share, chance = cgt_context.neighbors(close, [index // 10 for index in range(30)])
     assert share == 1.0
     assert chance == pytest.approx(9 / 29)
-    assert (
-        cgt_context.neighbours(close, [index % 3 for index in range(30)])[0] < 0.8
-    )  # a text is no neighbour of itself
+    assert cgt_context.neighbors(close, [index % 3 for index in range(30)])[0] < 0.8  # a text is no neighbour of itself
     monkeypatch.setattr(cgt_context, "find_spec", lambda name: None)
     points, how = cgt_context.embedded(close)
     assert (tuple(points.shape), how) == ((30, 2), "PCA")

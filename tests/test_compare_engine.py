@@ -27,7 +27,7 @@ from relinear.compare.run import compare
 from relinear.compare.scaling import crossing, fit_power_law
 from relinear.compare.series import recipes_of_series
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.tune import check_neighbours, grid_search
+from relinear.compare.tune import check_neighbors, grid_search
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
 from relinear.system.lock import LOCK
@@ -234,7 +234,7 @@ def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, m
         return abs(math.log(rate / best))
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
-    found = run_search(check_neighbours(settings, trials_in(tmp_path, evaluate), start), made)
+    found = run_search(check_neighbors(settings, trials_in(tmp_path, evaluate), start), made)
     assert seen == tried
     assert (found.rate, found.edge) == (ends, edge)
 

@@ -15,7 +15,7 @@ from relinear.compare.run import compare
 from relinear.compare.series import recipe_at, recipes_of_series, series_results
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.speed import _throughput
-from relinear.compare.tune import check_neighbours
+from relinear.compare.tune import check_neighbors
 from relinear.deprecated import with_new_columns
 from relinear.system.files import read_json, write_json
 from relinear.system.timing import Timing
@@ -136,10 +136,10 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
 def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
     settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
     trials = trials_in(tmp_path / "x", lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
-    assert run_search(check_neighbours(settings, trials, 4e-3), made).rate == 5e-4
+    assert run_search(check_neighbors(settings, trials, 4e-3), made).rate == 5e-4
     hopeless = trials_in(tmp_path / "y", lambda rate, _: None)
     with pytest.raises(ValueError, match="diverged"):
-        run_search(check_neighbours(settings, hopeless, 4e-3), made)
+        run_search(check_neighbors(settings, hopeless, 4e-3), made)
     assert min(row["learning_rate"] for row in hopeless.rows()) == pytest.approx(2.5e-4)
 
 

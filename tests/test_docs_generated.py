@@ -100,8 +100,8 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
         drawn = forest.picture(theme)
         assert drawn.count('fill="none"') - 1 == sum(row.seeds < 3 for row in rows) >= 1  # one is in the key
         assert drawn.count("<circle") == len(rows) + 3  # in the key: whole, hollow and grey
-        grey = drawn.count(f'r="5" fill="{forest.THEMES[theme][1]}"')
-        assert grey - 1 == sum(bool(row.unlike) and row.seeds >= 3 for row in rows) >= 1
+        gray = drawn.count(f'r="5" fill="{forest.THEMES[theme][1]}"')
+        assert gray - 1 == sum(bool(row.unlike) and row.seeds >= 3 for row in rows) >= 1
 
 
 def test_a_short_run_is_told_how_far_it_decides_as_the_records_say(make) -> None:

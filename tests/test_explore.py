@@ -249,7 +249,7 @@ def test_an_effect_is_that_of_the_unit_at_its_mean(subject) -> None:
 
 
 def test_colours_are_the_values_along_the_text(subject) -> None:
-    found = subject.colour("a text", Q0, 4)
+    found = subject.color("a text", Q0, 4)
     ids = subject.encode("a text")
     values = values_of(subject.model, ids, {Q0: subject.points[Q0]})[Q0]
     assert found["tokens"] == list("a text")

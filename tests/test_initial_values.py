@@ -28,7 +28,7 @@ def _no_chance(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *size, **options: torch.ones(*size, **{**options, "generator": None}))
 
 
-def initialised_on_meta(make):
+def initialized_on_meta(make):
     """What ``make`` makes on the meta device, its values from ``init_weights`` alone."""
     with torch.device("meta"):
         model = make()
@@ -49,7 +49,7 @@ def with_parts(name, **sizes):
 @pytest.mark.usefixtures("_no_chance")
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_made_on_meta_are_initialised_with_the_model(name: str) -> None:
-    expected, model = with_parts(name), initialised_on_meta(lambda: with_parts(name))
+    expected, model = with_parts(name), initialized_on_meta(lambda: with_parts(name))
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
@@ -63,7 +63,7 @@ def loaded_in_part(model):
 ROUTES = {
     "built": lambda make: make(),
     "from its config": lambda make: type(make())._from_config(make().config),
-    "on meta": initialised_on_meta,
+    "on meta": initialized_on_meta,
     "loaded in part": lambda make: loaded_in_part(make()),
 }
 

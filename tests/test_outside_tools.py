@@ -306,9 +306,9 @@ def test_dynamic_quantisation(case: Case) -> None:
     expected = logits(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch advises torchao
-        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     # inputs of 256 rounded to bytes move a stock model three times as far as inputs of 32
-    assert 0 < relative(logits(quantised), expected) < (0.5 if case.shapes[0][0] >= 256 else 0.25)
+    assert 0 < relative(logits(quantized), expected) < (0.5 if case.shapes[0][0] >= 256 else 0.25)
 
 
 @every_case

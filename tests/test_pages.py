@@ -30,8 +30,8 @@ PIXEL = "data:image/png;base64,iVBORw0KGgo="
 def hostile_section() -> Section:
     names = list(HOSTILE)
     rows = [Row([name, Cell(str(n), n, small=name, title=name)], name) for n, name in enumerate(names)]
-    shown = [Series(name=name, colour="#0072B2", number=n, x=[0, 1, 2], y=[n, 1, 2]) for n, name in enumerate(names)]
-    shown += [Series(name=n, colour="#D55E00", x=[1], y=[0], texts=[n], mode="points", label=n) for n in names]
+    shown = [Series(name=name, color="#0072B2", number=n, x=[0, 1, 2], y=[n, 1, 2]) for n, name in enumerate(names)]
+    shown += [Series(name=n, color="#D55E00", x=[1], y=[0], texts=[n], mode="points", label=n) for n in names]
     chart = Chart(names[0], Panel(shown, Axis(title=names[0]), Axis(title=names[1])), PIXEL)
     blocks = [*map(Text, names), Table(["entry", names[0]], rows), chart, Chart(names[1], image=PIXEL)]
     blocks += [Listing(name, name) for name in names]
@@ -67,7 +67,7 @@ def test_a_page_draws_its_figures_itself_and_is_small() -> None:
     assert len(page) < 100_000
     assert page.count("data-figure=") == 2
     assert page.count(f'src="{PIXEL}"') == 4  # beside a figure for no script, and by itself
-    values = Panel([Series(name="a", colour="#000000", x=range(3), y=[1.0, float("nan"), 2.0])], Axis(ticks={0.5: "b"}))
+    values = Panel([Series(name="a", color="#000000", x=range(3), y=[1.0, float("nan"), 2.0])], Axis(ticks={0.5: "b"}))
     said = json.loads(json.dumps(described(values)))
     assert said["shown"][0]["x"] == [0, 1, 2]
     assert said["shown"][0]["y"] == [1.0, None, 2.0]
@@ -83,7 +83,7 @@ def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
 
 def test_live_figures_have_room_before_pictures_do() -> None:
     large = "data:image/png;base64," + "A" * 400_000
-    figure = Panel([Series(name="entry", colour="#0072B2", x=range(1000), y=[0.123456789] * 1000)])
+    figure = Panel([Series(name="entry", color="#0072B2", x=range(1000), y=[0.123456789] * 1000)])
     charts = [Chart("first", figure, large), Chart("second", figure, large), Chart("third", image=large)]
     page = pages.render([Section("a", "b", charts)])
     assert len(page.encode()) < pages.LIMIT

@@ -12,7 +12,7 @@ from conftest import make_tiny_gpt2
 from relinear.compare import papers as room
 from relinear.compare.executors import InlineExecutor
 from relinear.compare.papers import PAPERS, read_paper
-from relinear.compare.replicate import ANALYSED, MEASURES, replicate_section, replication, tokens_of
+from relinear.compare.replicate import ANALYZED, MEASURES, replicate_section, replication, tokens_of
 from relinear.compare.replicate_fits import prose, settings_of
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
@@ -26,7 +26,7 @@ COMPARED = [name for name in NAMES if read_paper(name).fits is None]
 def test_a_papers_file_names_what_exists(name):
     paper, plan = read_paper(name), replication(name)
     if paper.fits is None:
-        entries, measures = plan.recipe.entries, {*MEASURES, *ANALYSED}
+        entries, measures = plan.recipe.entries, {*MEASURES, *ANALYZED}
     else:
         entries = ["original", *paper.fits.methods]
         measures = {f"{what}:{which}" for what in ("1", "2", "parameters", "error") for which in paper.fits.projections}
@@ -38,7 +38,7 @@ def test_a_papers_file_names_what_exists(name):
             assert ({row.measure} if row.measure else set(table.ours.values())) <= measures
     assert {each for claim in paper.claims for each in (claim.measure, claim.than)} - {""} <= set(measures)
     named = {each for claim in paper.claims for each in (claim.entry, claim.against)}
-    assert named | set(paper.analyse) <= set(entries)
+    assert named | set(paper.analyze) <= set(entries)
     assert shown - {None} == set(entries)  # nothing is trained for no cell
 
 

@@ -39,7 +39,7 @@ def _lines(paper: str) -> dict[str, list[Row]]:
 
 def picture(theme: str, paper: str) -> str:
     """The SVG: the gap to each control against tokens, on a logarithmic axis, with intervals of 95 %."""
-    ink, soft, grid, *colours = svg.THEMES[theme]
+    ink, soft, grid, *colors = svg.THEMES[theme]
     lines = _lines(paper)
     every = [row for found in lines.values() for row in found]
     tokens = sorted({row.tokens for row in every})
@@ -59,16 +59,16 @@ def picture(theme: str, paper: str) -> str:
         parts.append(svg.text(LEFT - 6, y + 4, svg.number(tick * step, f"+.{digits}f"), soft, "end"))
     parts += [svg.text(place(row.tokens, 0)[0], height - 30, row.budget, soft) for row in _by_tokens(every)]
     parts.append(svg.text((LEFT + WIDTH) / 2, height - 10, "tokens", soft))
-    for number, ((name, found), colour) in enumerate(zip(lines.items(), (*colours, ink), strict=False)):
-        parts.append(svg.circle(8, 32 + 18 * number, colour))
+    for number, ((name, found), color) in enumerate(zip(lines.items(), (*colors, ink), strict=False)):
+        parts.append(svg.circle(8, 32 + 18 * number, color))
         parts.append(svg.text(20, 36 + 18 * number, f"minus {name}", soft, "start"))
         places = [place(row.tokens, mean(row.gaps)) for row in found]
-        parts += [svg.line(*here, *there, colour, 1.2) for here, there in itertools.pairwise(places)]
+        parts += [svg.line(*here, *there, color, 1.2) for here, there in itertools.pairwise(places)]
         for row, (x, y) in zip(found, places, strict=True):
             up, down = (place(row.tokens, end)[1] for end in row.bounds or (mean(row.gaps),) * 2)
             parts += [
-                svg.line(x, up, x, down, colour, 2.4),
-                svg.circle(x, y, soft if row.unlike else colour, hollow=row.bounds is None),
+                svg.line(x, up, x, down, color, 2.4),
+                svg.circle(x, y, soft if row.unlike else color, hollow=row.bounds is None),
             ]
     return svg.whole(WIDTH, height, _described(paper), parts)
 

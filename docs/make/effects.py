@@ -252,7 +252,7 @@ def figure_of(kind: str) -> Figure:
 def picture(theme: str, kind: str) -> str:
     """The SVG, for a light or a dark page."""
     ink, soft, line, ours, theirs = svg.THEMES[theme]
-    colours = {DOT: ours, RING: ours, DIAMOND: theirs, ALONE: soft}
+    colors = {DOT: ours, RING: ours, DIAMOND: theirs, ALONE: soft}
     figure = figure_of(kind)
     marks = [mark for row in figure.rows for mark in row.marks]
     low, high = min(mark.low for mark in marks), max(mark.high for mark in marks)
@@ -271,13 +271,13 @@ def picture(theme: str, kind: str) -> str:
 
     def drawn(mark: Mark, y: float) -> Iterator[str]:
         if mark.high > mark.low:
-            yield svg.line(place(mark.low), y, place(mark.high), y, colours[mark.shape], 2.4)
+            yield svg.line(place(mark.low), y, place(mark.high), y, colors[mark.shape], 2.4)
         yield shape(mark.shape, place(mark.at), y)
 
     def shape(which: str, x: float, y: float) -> str:
         if which == DIAMOND:
             return svg.diamond(x, y, theirs)
-        return svg.circle(x, y, colours[which], hollow=which != DOT)
+        return svg.circle(x, y, colors[which], hollow=which != DOT)
 
     y, parts = 14, []
     for said in textwrap.wrap(figure.reading, 50):
@@ -323,11 +323,11 @@ def _ticks(low: float, high: float) -> list[float]:
     return [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _sides(sides: tuple[str, str], x: float, y: float, colour: str) -> Iterator[str]:
+def _sides(sides: tuple[str, str], x: float, y: float, color: str) -> Iterator[str]:
     """What left and right of the bold line mean."""
     for said, where, anchor in zip(sides, (x - 8, x + 8), ("end", "start"), strict=True):
         if said:
-            yield svg.text(where, y, said, colour, anchor)
+            yield svg.text(where, y, said, color, anchor)
 
 
 def described(kind: str) -> str:

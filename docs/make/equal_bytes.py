@@ -118,10 +118,10 @@ def picture(theme: str, name: str) -> str:
         for label, row in group:
             y += STEP
             nats, half, _ = _found(row, rows.model)
-            colour = ours if label.startswith(("relinear", "compress")) else soft
+            color = ours if label.startswith(("relinear", "compress")) else soft
             width = max(1.0, at(nats) - LEFT)
             parts.append(svg.text(LEFT - 6, y + 4, label, ink, "end"))
-            parts.append(f'<rect x="{LEFT}" y="{y - 7}" width="{width:.1f}" height="14" fill="{colour}"/>')
+            parts.append(f'<rect x="{LEFT}" y="{y - 7}" width="{width:.1f}" height="14" fill="{color}"/>')
             parts.append(svg.line(at(max(0.0, nats - half)), y, at(nats + half), y, ink, 1.6))
             parts.append(svg.text(WIDTH, y + 4, _number(rows, nats) + f" ± {half:.{rows.decimals}f}", ink, "end"))
         y += 2 * STEP

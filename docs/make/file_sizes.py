@@ -27,7 +27,7 @@ WIDTH, LEFT, STEP, TOP, PLOT, EDGE = 400, 108, 24, 48, 230, 34
 COLUMNS, ASIDE, BELOW, ACROSS, DOWN = 3, 122, 186, 112, 136
 MARGIN = 18
 #: one colour a structure, readable on light and dark
-COLOURS = ("#7F7F7F", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+COLORS = ("#7F7F7F", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 NAMES = {
     "low_rank": "low rank",
     "hdpl": "HDPL",
@@ -60,9 +60,9 @@ def _named(entry: Mapping[str, Any]) -> str:
     return NAMES.get(entry["name"], entry["name"])
 
 
-def _colours() -> dict[str, str]:
+def _colors() -> dict[str, str]:
     """The same for a structure in every picture."""
-    return dict(zip(map(_named, _sizes()[0]["entries"]), COLOURS, strict=True))
+    return dict(zip(map(_named, _sizes()[0]["entries"]), COLORS, strict=True))
 
 
 def _result(entry: Mapping[str, Any]) -> str:
@@ -100,7 +100,7 @@ def _lines() -> dict[str, dict[int, Mapping[str, Any]]]:
 def _over_sizes(theme: str) -> str:
     """Gaps to dense against bytes: a panel a structure, as bands of all in one would hide each other."""
     ink, soft, grid, *_ = svg.THEMES[theme]
-    lines, colours, top = _lines(), _colours(), 76
+    lines, colors, top = _lines(), _colors(), 76
     gaps = [gap for line in lines.values() for gap in line.values()]
     low, high = min(0.0, *(gap["low"] for gap in gaps)), max(0.0, *(gap["high"] for gap in gaps))
     sizes = sorted({size for line in lines.values() for size in line})
@@ -128,14 +128,14 @@ def _over_sizes(theme: str) -> str:
             parts.append(svg.text(x, y + 18, f"{size / 1e3:g}", soft, size=11))
         for other in lines.values():
             places = [place(number, size, gap["mean"]) for size, gap in other.items()]
-            colour, width = (colours[name], 2.4) if other is line else (soft, 0.5)
-            parts += [svg.line(*here, *there, colour, width) for here, there in itertools.pairwise(places)]
+            color, width = (colors[name], 2.4) if other is line else (soft, 0.5)
+            parts += [svg.line(*here, *there, color, width) for here, there in itertools.pairwise(places)]
         edges = [[place(number, size, gap[end]) for size, gap in line.items()] for end in ("low", "high")]
-        parts.append(svg.area([*edges[0], *edges[1][::-1]], colours[name]))
+        parts.append(svg.area([*edges[0], *edges[1][::-1]], colors[name]))
         for size, gap in line.items():
             ends = (place(number, size, gap[end]) for end in ("low", "high"))
-            parts.append(svg.line(*next(ends), *next(ends), colours[name], 1.4))
-            parts.append(svg.circle(*place(number, size, gap["mean"]), colours[name], radius=3))
+            parts.append(svg.line(*next(ends), *next(ends), colors[name], 1.4))
+            parts.append(svg.circle(*place(number, size, gap["mean"]), colors[name], radius=3))
     bottom = place(len(lines) - 1, sizes[0], low)[1]
     parts.append(svg.text(WIDTH, bottom + 40, "size of the file in KB, logarithmic", soft, "end"))
     return svg.whole(WIDTH, math.ceil(bottom + 48), _described_over_sizes(), parts)
@@ -152,7 +152,7 @@ def _described_over_sizes() -> str:
 def _chosen(theme: str) -> str:
     """With bits chosen by short runs: gaps to dense with intervals of 95 %, the lowest loss on top."""
     ink, soft, grid, *_ = svg.THEMES[theme]
-    size, colours = _sizes()[0], _colours()
+    size, colors = _sizes()[0], _colors()
     rows = [entry for entry in _by_loss(size) if entry["gap"]]
     bottom = TOP + STEP * len(rows)
     low, high = min(0.0, *(row["gap"]["low"] for row in rows)), max(0.0, *(row["gap"]["high"] for row in rows))
@@ -169,10 +169,10 @@ def _chosen(theme: str) -> str:
         parts.append(svg.line(place(tick / 10), TOP, place(tick / 10), bottom, grid if tick else ink, 1))
         parts.append(svg.text(place(tick / 10), bottom + 16, svg.number(tick / 10), soft))
     for row, entry in enumerate(rows):
-        y, gap, colour = TOP + 12 + STEP * row, entry["gap"], colours[_named(entry)]
+        y, gap, color = TOP + 12 + STEP * row, entry["gap"], colors[_named(entry)]
         parts.append(svg.text(0, y + 4, _named(entry), ink, "start"))
-        parts.append(svg.line(place(gap["low"]), y, place(gap["high"]), y, colour, 2.4))
-        parts.append(svg.circle(place(gap["mean"]), y, colour))
+        parts.append(svg.line(place(gap["low"]), y, place(gap["high"]), y, color, 2.4))
+        parts.append(svg.circle(place(gap["mean"]), y, color))
         parts.append(svg.text(WIDTH, y + 4, f"{entry['stored']['bits']} bits", soft, "end", size=12))
     return svg.whole(WIDTH, bottom + 24, _described_chosen(), parts)
 
@@ -195,7 +195,7 @@ def _best_by_bits(entry: Mapping[str, Any]) -> dict[int, float]:
 def _bits(theme: str) -> str:
     """At the first size: the best short run of every structure by the bits of a weight."""
     ink, soft, grid, *_ = svg.THEMES[theme]
-    size, colours = _sizes()[0], _colours()
+    size, colors = _sizes()[0], _colors()
     lines = {_named(entry): _best_by_bits(entry) for entry in _by_loss(size)}
     losses = [loss for line in lines.values() for loss in line.values()]
     low, high, every = min(losses), max(losses), sorted({bits for line in lines.values() for bits in line})
@@ -214,12 +214,12 @@ def _bits(theme: str) -> str:
     at = -100.0
     for y, name in sorted((place(*list(line.items())[-1])[1], name) for name, line in lines.items()):
         at = max(y, at + 15)
-        parts += [svg.circle(WIDTH - 106, at, colours[name]), svg.text(WIDTH - 98, at + 4, name, ink, "start", size=11)]
+        parts += [svg.circle(WIDTH - 106, at, colors[name]), svg.text(WIDTH - 98, at + 4, name, ink, "start", size=11)]
     for name, line in lines.items():
         places = [place(*point) for point in line.items()]
-        parts += [svg.line(*here, *there, colours[name], 1.6) for here, there in itertools.pairwise(places)]
+        parts += [svg.line(*here, *there, colors[name], 1.6) for here, there in itertools.pairwise(places)]
         best = place(*min(line.items(), key=lambda point: point[1]))
-        parts += [svg.circle(*point, colours[name], hollow=point != best) for point in places]
+        parts += [svg.circle(*point, colors[name], hollow=point != best) for point in places]
     return svg.whole(WIDTH, TOP + PLOT + 52, _described_bits(), parts)
 
 

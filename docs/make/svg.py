@@ -29,35 +29,35 @@ def themed(name: str, alt: str) -> str:
     )
 
 
-def circle(x: float, y: float, colour: str, hollow: bool = False, radius: float = 5) -> str:
+def circle(x: float, y: float, color: str, hollow: bool = False, radius: float = 5) -> str:
     """Return a dot, or a ring where ``hollow``."""
-    fill = f'fill="none" stroke="{colour}" stroke-width="2"' if hollow else f'fill="{colour}"'
+    fill = f'fill="none" stroke="{color}" stroke-width="2"' if hollow else f'fill="{color}"'
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius + 0.6 * hollow:g}" {fill}/>'
 
 
-def diamond(x: float, y: float, colour: str) -> str:
+def diamond(x: float, y: float, color: str) -> str:
     """Return a diamond."""
-    return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" fill="{colour}"/>'
+    return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" fill="{color}"/>'
 
 
-def line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float) -> str:
+def line(x: float, y: float, to_x: float, to_y: float, color: str, width: float) -> str:
     """Return a line from (x, y) to another place."""
-    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" stroke-width="{width}"/>'
+    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{color}" stroke-width="{width}"/>'
 
 
-def area(places: Iterable[tuple[float, float]], colour: str) -> str:
+def area(places: Iterable[tuple[float, float]], color: str) -> str:
     """Return what places surround, in a paler colour."""
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    return f'<polygon points="{points}" fill="{colour}" fill-opacity="0.25"/>'
+    return f'<polygon points="{points}" fill="{color}" fill-opacity="0.25"/>'
 
 
 def text(
-    x: float, y: float, said: str, colour: str, anchor: str = "middle", weight: int = 400, size: int | None = None
+    x: float, y: float, said: str, color: str, anchor: str = "middle", weight: int = 400, size: int | None = None
 ) -> str:
     """Return words at (x, y), which is their middle or what ``anchor`` says."""
     bold = f' font-weight="{weight}"' if weight != 400 else ""
     high = f' font-size="{size}"' if size else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"'
+    place = f'x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}"'
     return f"<text {place}{bold}{high}>{html.escape(said)}</text>"
 
 

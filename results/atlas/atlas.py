@@ -31,7 +31,7 @@ from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.hf.model_config import model_name
 from relinear.hf.model_layout import layer_finder
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json
 from relinear.system.machine import provenance
@@ -152,8 +152,8 @@ def table(record: Mapping[str, Any]) -> str:
 # Figures
 
 
-def _colours(record: Mapping[str, Any]) -> dict[str, str]:
-    return colours([one["kind"] for one in record["operators"]])
+def _colors(record: Mapping[str, Any]) -> dict[str, str]:
+    return colors([one["kind"] for one in record["operators"]])
 
 
 def _number(place: int) -> int:
@@ -170,12 +170,12 @@ def depths_panel(record: Mapping[str, Any]) -> Panel:
     best, layers = cheapest(record), record["layers"]
     rows = {kind: place for place, kind in enumerate(_types(record))}
     series = []
-    for number, (kind, colour) in enumerate(_colours(record).items()):
+    for number, (kind, color) in enumerate(_colors(record).items()):
         own = sorted((rows[layers[n]["type"]], layers[n]["depth"], n) for n in best if best[n][0] == kind)
         if own:
             place: dict[str, Any] = {"x": [depth for _, depth, _ in own], "y": [layers[n]["type"] for _, _, n in own]}
             look: dict[str, Any] = {"number": _number(number), "mode": "points", "size": 14}
-            series.append(Series(name=kind, colour=colour, **place, **look))
+            series.append(Series(name=kind, color=color, **place, **look))
     title = series[0].name if len(series) == 1 else ""  # a single entry has no legend
     ticks = {depth: str(depth) for depth in sorted({layer["depth"] for layer in layers.values()})}
     return Panel(series, Axis(title="decoder layer", ticks=ticks), Axis(rows=True), title=title)
@@ -187,7 +187,7 @@ def cost_panels(record: Mapping[str, Any]) -> list[Panel]:
     for wanted in _types(record):
         layers = [layer for layer in record["layers"].values() if layer["type"] == wanted]
         dense, series = layers[0]["parameters"], []
-        for number, (kind, colour) in enumerate(_colours(record).items()):
+        for number, (kind, color) in enumerate(_colors(record).items()):
             sums = Counter[int]()
             for layer in layers:
                 for point in layer["operators"][kind]:
@@ -195,7 +195,7 @@ def cost_panels(record: Mapping[str, Any]) -> list[Panel]:
             if sums:
                 x, y = zip(*sorted(sums.items()), strict=True)
                 shares = [count / dense for count in x]
-                series.append(Series(name=kind, colour=colour, number=_number(number), x=shares, y=y))
+                series.append(Series(name=kind, color=color, number=_number(number), x=shares, y=y))
         nothing = sum(layer["nothing"] for layer in layers) / len(layers)
         values = [value for one in series for value in one.y if value > 0] + [nothing]
         bounds = min(values) / 1.5, max(values) * 1.5

@@ -129,8 +129,8 @@ def tokenizer_of(known: dict[str, Any]) -> PreTrainedTokenizerFast:
         backend = Tokenizer.from_str(json.dumps(described | {"decoder": None}))
         trainer = trainers.BpeTrainer(vocab_size=1100, limit_alphabet=90, max_token_length=12)
         backend.train_from_iterator((line for text in corpus() for line in text.splitlines()), trainer)
-        learnt = [t for t, _ in sorted(backend.get_vocab().items(), key=lambda pair: pair[1])]
-        tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *learnt]
+        learned = [t for t, _ in sorted(backend.get_vocab().items(), key=lambda pair: pair[1])]
+        tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *learned]
         vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
         made = [token for token in vocabulary if token not in tokens[: len(special) + 256]]
         splits = ((token[:at], token[at:]) for token in made for at in range(1, len(token)))

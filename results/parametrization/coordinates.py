@@ -119,7 +119,7 @@ def write_plot(found: dict, out: Path) -> None:
             for step in range(found["steps"] + 1):
                 shade = blend(EARLY, LATE, step / found["steps"])
                 heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
-                shown.append(Series(name=f"step {step}", colour=shade, x=found["widths"], y=heights, size=5))
+                shown.append(Series(name=f"step {step}", color=shade, x=found["widths"], y=heights, size=5))
             factor = "beyond numbers" if values["spread"] is None else f"{values['spread']:.2f}"
             axes = Axis(title="width", log=True, ticks=ticks), Axis(title="root mean square", log=True)
             panels.append(Panel(shown, *axes, title=f"{name}: {kind} (factor {factor})"))
@@ -140,9 +140,9 @@ def overview(folder: Path) -> None:
     panels = []
     for name, values in found.items():
         widths, shown = values["widths"], []
-        for which, colour in (("standard", "#D55E00"), ("mup", "#0072B2")):
+        for which, color in (("standard", "#D55E00"), ("mup", "#0072B2")):
             scale = values["parametrizations"][which][KINDS[0]]["scale"]
-            shown.append(Series(name=which, colour=colour, x=widths, y=[s[-1] / scale[0][-1] for s in scale], size=5))
+            shown.append(Series(name=which, color=color, x=widths, y=[s[-1] / scale[0][-1] for s in scale], size=5))
         bottom = Axis(title="width", log=True, ticks={float(width): f"{width}" for width in widths})
         panels.append(Panel(shown, bottom, Axis(log=True), [Guide(y=0.5), Guide(y=2)], title=name))
     save_panels(panels, folder / "overview", "residual stream relative to width 64, after 6 steps")

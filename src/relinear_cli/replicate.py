@@ -62,7 +62,7 @@ def command(
         return
     with watch(resumable=True) as on_progress:
         report = replicate(planned, out, overwrite=overwrite, **placement, on_progress=on_progress)
-    if planned.paper.analyse:
+    if planned.paper.analyze:
         analyze_models(trained_in(out / COMPARISON), samples=planned.paper.samples)
         report = write_report_of([out])
     print(f"\nreport: {report.resolve()}")

@@ -14,7 +14,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, **flag)
 with torch.no_grad():
     value, logits = model(ids, labels=ids).loss.item(), model(ids).logits
     quantize_(model, Int8WeightOnlyConfig())
-    quantised = sum(type(m.weight) is not torch.nn.Parameter for m in model.modules() if type(m) is torch.nn.Linear)
+    quantized = sum(type(m.weight) is not torch.nn.Parameter for m in model.modules() if type(m) is torch.nn.Linear)
     off = float((model(ids).logits - logits).norm() / logits.norm())
-found = {"version": torchao.__version__, "value": round(value, 5), "quantised": quantised, "off": f"{off:.4f}"}
+found = {"version": torchao.__version__, "value": round(value, 5), "quantised": quantized, "off": f"{off:.4f}"}
 print(json.dumps(found | {"close": 0 < off < 0.05}))

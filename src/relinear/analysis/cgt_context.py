@@ -36,9 +36,9 @@ def context_variation(y: Tensor, first: slice, second: slice) -> float:
         first, second: the positions of E1 and of E2, which follow each other.
     """
     segments = y[:, first.start : second.stop]
-    centred = segments - segments.mean(1, keepdim=True)
-    scale = centred.square().sum(-1).mean(1).clamp_min(1e-20).sqrt()
-    late = centred[:, second.start - first.start - 1 :] / scale[:, None, None]
+    centered = segments - segments.mean(1, keepdim=True)
+    scale = centered.square().sum(-1).mean(1).clamp_min(1e-20).sqrt()
+    late = centered[:, second.start - first.start - 1 :] / scale[:, None, None]
     return (late[:, 1:] - late[:, :-1]).norm(dim=-1).mean().item()
 
 
@@ -54,7 +54,7 @@ def spectrum(y: Tensor) -> Tensor:
     return power / power.sum()
 
 
-def neighbours(vectors: Tensor, classes: Sequence[int]) -> tuple[float, float]:
+def neighbors(vectors: Tensor, classes: Sequence[int]) -> tuple[float, float]:
     """Return the share of texts whose nearest other text (by cosine) has the same class, and that of random vectors."""
     labels, unit = torch.as_tensor(classes), F.normalize(vectors.double(), dim=-1)
     nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1)
@@ -110,9 +110,9 @@ def run(subject: Subject) -> dict[str, Any]:
         "sources": list(names),
     }
     if len(names) > 1:
-        results["neighbours"], results["chance"] = neighbours(vectors, classes)
+        results["neighbours"], results["chance"] = neighbors(vectors, classes)
         before = untrained(subject.model).context(subject.ids)[:, -LAST:].mean(1)
-        results["neighbours_untrained"] = neighbours(before, classes)[0]
+        results["neighbours_untrained"] = neighbors(before, classes)[0]
     return results
 
 
@@ -129,15 +129,15 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     table = [[round(value, 4) for value in row] for row in numbers["products"]]
     heat = Heat(values=table, x=places, y=places, bounds=(-1, 1), what="dot product", diverging=True)
     power = numbers["spectrum"][1:]
-    wave = Series(name="y", colour=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
+    wave = Series(name="y", color=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
     trace = []
     for number, values in enumerate(numbers["trace"]):
-        style: dict[str, Any] = {"colour": PALETTE[number % len(PALETTE)], "mode": "plain", "legend": False}
+        style: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "mode": "plain", "legend": False}
         trace.append(Series(name=f"component {number + 1}", x=range(len(values)), y=values, **style))
     points = []
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
-        points.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
+        points.append(Series(name=name, color=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
     position, method = Axis(title="position"), numbers["embedding"]
     plane = Axis(title=f"{method}, first dimension"), Axis(title=f"{method}, second dimension")
     products = "Dot products of normalised y; texts of two sources are joined in the middle."

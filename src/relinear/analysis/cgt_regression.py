@@ -83,13 +83,13 @@ def run(subject: Subject) -> dict[str, Any]:
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the page's blocks for ``numbers``: the curves, and a row for each number of examples."""
     errors, ridge = numbers["errors"], numbers["ridge"]
-    series = [Series(name="ridge", colour=REFERENCE, x=range(len(ridge)), y=ridge, mode="plain")]
+    series = [Series(name="ridge", color=REFERENCE, x=range(len(ridge)), y=ridge, mode="plain")]
     rows = []
     for number, values in enumerate(errors.values()):
         start = len(ridge) - len(values)
         label = f"y frozen after {start}" if start else "y computed"
         x = range(start, len(ridge))
-        series.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=values))
+        series.append(Series(name=label, color=PALETTE[number % len(PALETTE)], number=number, x=x, y=values))
         if start:
             cells = (ridge[start], errors["dynamic"][start], values[0])
             rows.append(Row([str(start), *map(Cell.of, cells), Cell.of(values[0] / errors["dynamic"][start])]))

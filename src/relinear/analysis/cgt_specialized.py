@@ -144,7 +144,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         gaps = [value - reference for value, reference in zip(values, base, strict=True)]
         means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
         places = [i + width / 2 for i in range(len(means))]
-        series.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
+        series.append(Series(name=kind, color=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
     y_axis = Axis(title="gap to computed y (nats per token)")
     panel = Panel(series, Axis(title="position in the second half"), y_axis, [Guide(y=0)])
     page_blocks: list[Block] = [

@@ -51,7 +51,7 @@ def singular_values(gram: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(gram.double()).clamp_min(0).sqrt().flip(0)
 
 
-def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens: int) -> Any:
+def _realized(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens: int) -> Any:
     """Yield blocks of rows of every W_t in an orthonormal basis of the rows of ``right``: (T, rows, R)."""
     left = left.double()
     # right = triangle^T @ orthonormal: the inner products of W_t are those of W_t with the triangle in its place.
@@ -67,7 +67,7 @@ def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens
         yield rows.expand(tokens, -1, -1) if rows.shape[0] == 1 else rows
 
 
-def realised_spectra(
+def realized_spectra(
     left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
 ) -> dict[str, Tensor]:
     """Return singular values, largest first, in the three spaces of the module's docstring.
@@ -79,7 +79,7 @@ def realised_spectra(
         outer: (T, O) gates of the outputs, None for ones.
         tokens: T where both gates are None.
     """
-    blocks = list(_realised(left, right, inner, outer, tokens))
+    blocks = list(_realized(left, right, inner, outer, tokens))
     # Gram matrices: <W_s, W_t> (Frobenius) of all pairs of tokens, and of the rows of all W_t
     operators = torch.as_tensor(sum(b.flatten(1) @ b.flatten(1).T for b in blocks))
     inputs = torch.as_tensor(sum(torch.einsum("tor,tos->rs", b, b) for b in blocks))
@@ -127,7 +127,7 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
         has_factors = callable(getattr(operator, "factors", None))
         left, right = operator.factors() if has_factors else (operator.to_dense(), None)
         layer_gates = gates.get(name, {})
-        spectra = realised_spectra(left, right, layer_gates.get("basis"), layer_gates.get("output"), ids.shape[1])
+        spectra = realized_spectra(left, right, layer_gates.get("basis"), layer_gates.get("output"), ids.shape[1])
         by_name[name] = {
             "tokens": ids.shape[1],
             "distinct_tokens": len(ids.unique()),
@@ -179,7 +179,7 @@ def decay_panel(series: list[Series], title: str, *guides: Guide) -> Panel:
     return Panel(series, x_axis, Axis(title="relative to the largest", log=True), guides, title=title)
 
 
-def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
+def decays(layers: Mapping[str, Any], space: str, model: str, color: str) -> list[Series]:
     """Return a line per layer, with its name and effective rank as a tooltip."""
     series = []
     for number, (layer, values) in enumerate(layers.items()):
@@ -187,5 +187,5 @@ def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> li
         text = f"{model}, {layer}: effective rank {values['effective_rank'][space]:.1f}"
         mode = "points" if len(decay) == 1 else "plain"
         style: dict[str, Any] = {"mode": mode, "opacity": 0.6, "legend": number == 0}
-        series.append(Series(name=model, colour=colour, x=range(1, len(decay) + 1), y=decay, texts=text, **style))
+        series.append(Series(name=model, color=color, x=range(1, len(decay) + 1), y=decay, texts=text, **style))
     return series

@@ -87,7 +87,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         coordinates: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
         style: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
         text = f"{name}: {row['active']} of {row['size']} active"
-        series.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], texts=text, **coordinates, **style))
+        series.append(Series(name=name, color=PALETTE[number % len(PALETTE)], texts=text, **coordinates, **style))
     x_axis = Axis(title="dimension, sorted by standard deviation")
     y_axis = Axis(title="standard deviation of its mean over tokens", from_zero=True)
     panel = Panel(series, x_axis, y_axis, [Guide(y=ACTIVE**0.5, text="not active below")])

@@ -202,9 +202,9 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
         for token in _spaced(len(gates_of_module[0][1]), LINES):
             label = f"{token} {numbers['tokens'][token]}" if token < len(numbers["tokens"]) else str(token)
             gates = [values[token] for _, values in gates_of_module]
-            series.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
+            series.append(Series(name=label, color=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
         mean = [float(np.mean(values)) for _, values in gates_of_module]
-        series.append(Series(name="mean of all tokens", colour=REFERENCE, number=1, y=mean, **depth))
+        series.append(Series(name="mean of all tokens", color=REFERENCE, number=1, y=mean, **depth))
         axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
         text = f"{module}: a line per token, the strong one their mean. Lines apart are gates that read the token."
         panel = Panel(series, *axes, [Guide(y=1)], title=module, legend=False)
@@ -222,7 +222,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
         series = []
         for number, (module, points) in enumerate(lines.items()):
             x, y = zip(*sorted(points), strict=True)
-            series.append(Series(name=module, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
+            series.append(Series(name=module, color=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
         if series:
             hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
             text = f"{kind} gates: {title}, a line per module. {hint}"

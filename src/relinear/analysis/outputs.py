@@ -71,8 +71,8 @@ def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
 def _statistics(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
     """Return a layer's statistics from the products of [1, x, y], summed over tokens."""
     tokens, mean = sums[0, 0], sums[0] / sums[0, 0]
-    centred = (sums - tokens * mean[:, None] * mean)[1:, 1:]
-    of_inputs, crossed, of_outputs = centred[:inputs, :inputs], centred[:inputs, inputs:], centred[inputs:, inputs:]
+    centered = (sums - tokens * mean[:, None] * mean)[1:, 1:]
+    of_inputs, crossed, of_outputs = centered[:inputs, :inputs], centered[:inputs, inputs:], centered[inputs:, inputs:]
     values, vectors = torch.linalg.eigh(of_inputs)
     used = values > 1e-10 * values[-1].clamp_min(1e-300)
     total, freedom = float(of_outputs.trace()), int(tokens) - 1 - int(used.sum())
@@ -135,7 +135,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows, spectra, shares = [], [], []
     for number, (model, layers) in enumerate(numbers.items()):
-        style: dict[str, Any] = {"name": model, "colour": palette[model], "number": number, "mode": "points"}
+        style: dict[str, Any] = {"name": model, "color": palette[model], "number": number, "mode": "points"}
         spectra += decays(layers, "data", model, palette[model])
         linear_shares = {layer: row["linear_share"] for layer, row in layers.items() if row["linear_share"] is not None}
         if linear_shares:

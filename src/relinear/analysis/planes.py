@@ -75,7 +75,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in pairs]
         coordinates: dict[str, Any] = {"x": [angle for angle, _ in pairs], "y": [short_name(name) for _, name in pairs]}
         style: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
-        series.append(Series(name=side, colour=PALETTE[number], number=number, **coordinates, **style))
+        series.append(Series(name=side, color=PALETTE[number], number=number, **coordinates, **style))
     panel = Panel(series, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
     text = "Every angle of every rotor, a row per module: what lies at 0 turns nothing."
     chart = Chart(text, panel, height=160 + 22 * len(numbers), stem="planes")

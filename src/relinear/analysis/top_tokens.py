@@ -101,7 +101,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     texts = [f"{name}, gate {k}: {'  '.join(gate['text'])}" for name, k, gate in gates]
     chance, purity = ([round(gate[key], 4) for _, _, gate in gates] for key in ("base_rate", "purity"))
     style: dict[str, Any] = {"mode": "points", "opacity": 0.6, "legend": False}
-    dots = Series(name="gates", colour=PALETTE[0], x=chance, y=purity, texts=texts, **style)
+    dots = Series(name="gates", color=PALETTE[0], x=chance, y=purity, texts=texts, **style)
     x_axis = Axis(title="share of all positions (chance)", bounds=(0, 1.1 * max(chance, default=1.0) or 1))
     panel = Panel([dots], x_axis, Axis(title="purity", bounds=(0, 1.05)), [Guide()])
     text = "Every gate: how pure its highest positions are against chance (dashed). Point at a dot for its tokens."

@@ -7,7 +7,7 @@ from typing import Any
 
 from relinear.bench.operators import DENSE
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
-from relinear.pages.figures import Axis, Guide, Panel, Series, colours
+from relinear.pages.figures import Axis, Guide, Panel, Series, colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.records import about, as_yaml, what_ran
 from relinear.system.grouped import grouped
@@ -79,7 +79,7 @@ def _charts_by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, s
 
 
 def _palette(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return colours(list(dict.fromkeys(row["contender"] for row in rows)))
+    return colors(list(dict.fromkeys(row["contender"] for row in rows)))
 
 
 def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str) -> Panel:
@@ -97,7 +97,7 @@ def _dot(
     name: str, palette: Mapping[str, str], x: float, y: str, case: str, size: float = 7, hollow: bool = False
 ) -> Series:
     look: dict[str, Any] = {"mode": "points", "size": size, "hollow": hollow, "legend": False}
-    return Series(name=name, colour=palette[name], x=[x], y=[y], texts=[f"{name}: {x:.3f} ({case})"], **look)
+    return Series(name=name, color=palette[name], x=[x], y=[y], texts=[f"{name}: {x:.3f} ({case})"], **look)
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
@@ -111,7 +111,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
 def models_section(values: Mapping[str, Any]) -> Section:
     """Return the page's section about models.json."""
     names = list(dict.fromkeys(row["variant"] for row in values["rows"]))
-    palette = colours(names, DENSE)
+    palette = colors(names, DENSE)
     head = ["variant", "dtype", "mode", "pass", "batch", "parameters", "tokens / s", "speed / dense", "quartiles"]
     rows, dots = [], []
     for row in values["rows"]:

@@ -52,15 +52,15 @@ def bivector_from_matrix(matrix: Tensor) -> Tensor:
     return antisymmetric[..., rows, columns]
 
 
-def _odd_neighbours(n: int) -> np.ndarray:
+def _odd_neighbors(n: int) -> np.ndarray:
     """Return for every vector and every odd blade S the index of the even T = S ^ {i}, (n V/2,)."""
     position = {mask: index for index, mask in enumerate(blade_masks(n))}
     return np.array([position[mask ^ (1 << i)] for i in range(n) for mask in blade_masks(n) if mask.bit_count() % 2])
 
 
-def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
+def _neighbor_signs(n: int, from_left: int) -> np.ndarray:
     """Return the sign of e_T e_i, or of e_i e_T, (n, V/2)."""
-    masks = np.array([blade_masks(n)[position] for position in _odd_neighbours(n)]).reshape(n, -1)
+    masks = np.array([blade_masks(n)[position] for position in _odd_neighbors(n)]).reshape(n, -1)
     crossed = [
         [(mask & (1 << i) - 1 if from_left else mask >> i + 1).bit_count() for mask in row]
         for i, row in enumerate(masks.tolist())
@@ -71,9 +71,9 @@ def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
 def _times_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the odd coordinates of x e_i and of e_i x for every e_i, each (..., n, V/2), for the even part of x."""
     n = multivector_dimension(x)
-    gathered = take_last(x, device_table(_odd_neighbours, n, x)).unflatten(-1, (n, -1))
-    right = device_table(_neighbour_signs, (n, 0), x, x.dtype)
-    left = device_table(_neighbour_signs, (n, 1), x, x.dtype)
+    gathered = take_last(x, device_table(_odd_neighbors, n, x)).unflatten(-1, (n, -1))
+    right = device_table(_neighbor_signs, (n, 0), x, x.dtype)
+    left = device_table(_neighbor_signs, (n, 1), x, x.dtype)
     return gathered * right, gathered * left
 
 

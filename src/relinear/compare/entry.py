@@ -12,7 +12,7 @@ from relinear.compare.folder import TUNING, seed_folder
 from relinear.compare.match import Planned
 from relinear.compare.schema import DivergedEntry
 from relinear.compare.settings import CompareSettings, scaled_run
-from relinear.compare.tune import SearchResult, Trials, check_neighbours, grid_search, one_rate
+from relinear.compare.tune import SearchResult, Trials, check_neighbors, grid_search, one_rate
 from relinear.models import preset_config
 from relinear.system.files import read_json, write_json
 from relinear.training.fitting import NonFiniteLossError
@@ -157,7 +157,7 @@ class EntrySearch:
             (trials,) = choice.trials  # are of full length
         else:
             trials = self._trials(choice.planned, choice.warmup_ratio, full_length=True)
-        best = yield from check_neighbours(search, trials, choice.learning_rate, choice.initializer_range)
+        best = yield from check_neighbors(search, trials, choice.learning_rate, choice.initializer_range)
         moved = best.rate != choice.learning_rate
         check = {"trials": trials.rows(), "from": choice.learning_rate, "moved": moved, "edge": best.edge}
         tuning = {"trials": [], **choice.tuning, "edge": best.edge, "full_length": check}

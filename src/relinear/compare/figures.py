@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statistic, Trial, Tuning
-from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
+from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colors
 from relinear.system.grouped import grouped
 
-Colours = Mapping[str, str]
+Colors = Mapping[str, str]
 
 
 def loss_unit(train: Mapping[str, Any] | None) -> str:
@@ -26,7 +26,7 @@ def _loss_axis(entries: Sequence[EntryResult], bounds: tuple[float, float] | Non
     return Axis(title=f"validation loss ({loss_unit(entries[0].get('settings'))})", bounds=bounds)
 
 
-def curves(entries: Sequence[EntryResult], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
+def curves(entries: Sequence[EntryResult], palette: Colors, ngram: Ngram | None = None) -> list[Panel]:
     """Return the validation loss against training tokens: the mean over seeds, and the band from lowest to highest.
 
     ``ngram`` (of ``results.json``) is a horizontal line: the loss of n-grams with as many tokens.
@@ -61,7 +61,7 @@ def curves(entries: Sequence[EntryResult], palette: Colours, ngram: Ngram | None
     return [Panel(shown, _token_axis("training tokens", last), _loss_axis(entries, _with_margin(low, high)), guides)]
 
 
-def pareto(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
+def pareto(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
     """Return the validation loss against parameters, FLOPs per token and, where measured, time a token: a panel each.
 
     A grey line joins the entries that no other beats in both, if there are several.
@@ -78,7 +78,7 @@ def pareto(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
             continue
         points = [(xs[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in measured]
         x, y = zip(*(points[i] for i in pareto_front(points)), strict=True)
-        front = [Series(name="front", colour=GUIDE, x=x, y=y, mode="steps", legend=False)] * (len(x) > 1)
+        front = [Series(name="front", color=GUIDE, x=x, y=y, mode="steps", legend=False)] * (len(x) > 1)
         markers = [_marker(entry, palette, number, xs[entry["name"]], title) for number, entry in measured]
         panels.append(Panel([*front, *markers], Axis(title=title), _loss_axis(entries)))
     return panels
@@ -88,12 +88,12 @@ def _timed(entry: EntryResult) -> bool:
     return bool(entry.get("speed") and entry["speed"]["train_tokens_per_second"] > 0)
 
 
-def _marker(entry: EntryResult, palette: Colours, number: int, x: float, unit: str) -> Series:
+def _marker(entry: EntryResult, palette: Colors, number: int, x: float, unit: str) -> Series:
     name, mean, std = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["std"]
     text = f"{name}: {mean:.4f}{'' if std is None else f' ± {std:.4f}'}, {x:,.6g} {unit}"
     style: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
     style |= {"low": [mean - std], "high": [mean + std]} if std else {}
-    return Series(name=name, colour=palette[name], x=[x], y=[mean], texts=[text], **style)
+    return Series(name=name, color=palette[name], x=[x], y=[mean], texts=[text], **style)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -105,7 +105,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def speeds(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
+def speeds(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
     """Return the training and inference throughput as ratios to the reference, one row per entry."""
     timed: list[tuple[str, Any]] = [(entry["name"], entry["speed"]) for entry in entries if entry.get("speed")]
     if not timed:
@@ -118,12 +118,12 @@ def speeds(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
             text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens per second"
             style: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
             point: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
-            shown.append(Series(name=name, colour=palette[name], number=number, **point, **style))
+            shown.append(Series(name=name, color=palette[name], number=number, **point, **style))
     axis = Axis(title=f"tokens per second, {reference} = 1", from_zero=True)
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
 
-def tuning(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
+def tuning(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
     """Return the validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
     shown: list[Series] = []
     for number, entry in enumerate(entries):
@@ -136,7 +136,7 @@ def tuning(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
             shown.append(_line(name, palette, number, x, y, label=name))
             style: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
             text = f"{name}: {ring[0]:.3g} was chosen"
-            shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **style))
+            shown.append(Series(name=name, color=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **style))
     rates = sorted({rate for series in shown for rate in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
     bottom = Axis(title="learning rate", log=True, ticks=ticks)
@@ -153,7 +153,7 @@ def _chosen_trials(record: Tuning) -> list[Trial]:
 
 def series(
     entries: Sequence[EntryResult],
-    palette: Colours,
+    palette: Colors,
     rows: Sequence[SeriesRow],
     axis: Literal["tokens", "bytes"],
     reference: str | None = None,
@@ -202,7 +202,7 @@ def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
 
     ``unit``: of the loss.
     """
-    palette = colours([entry["name"] for entry in entries])
+    palette = colors([entry["name"] for entry in entries])
     panels = []
     for axis, title in AXES.items():
         if not entries or not all(entry[axis] for entry in entries):
@@ -211,7 +211,7 @@ def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
         for number, entry in enumerate(entries):
             x, y = zip(*sorted((p[axis], p["validation_loss"]["mean"]) for p in entry["points"]), strict=True)
             texts = [f"{entry['name']}: {loss:.4f} at {compute:.4g}" for compute, loss in zip(x, y, strict=True)]
-            shared: dict[str, Any] = {"name": entry["name"], "colour": palette[entry["name"]], "number": number, "x": x}
+            shared: dict[str, Any] = {"name": entry["name"], "color": palette[entry["name"]], "number": number, "x": x}
             shown.append(Series(**shared, y=y, texts=texts, mode="points"))
             law = [math.exp(entry[axis]["fit"]["log_a"]) * compute ** -entry[axis]["fit"]["b"] for compute in x]
             shown.append(Series(**shared, y=law, mode="plain", legend=False))
@@ -237,7 +237,7 @@ def mean_curve(entry: EntryResult) -> list[tuple[float, float, float, float]]:
 
 def _line(
     name: str,
-    palette: Colours,
+    palette: Colors,
     number: int,
     x: Sequence[float],
     y: Sequence[float],
@@ -246,8 +246,8 @@ def _line(
     label: str = "",
 ) -> Series:
     low, high = (None, None) if low == high else (low, high)
-    colour = palette.get(name, REFERENCE)
-    return Series(name=name, colour=colour, number=number, x=x, y=y, low=low, high=high, size=5, label=label)
+    color = palette.get(name, REFERENCE)
+    return Series(name=name, color=color, number=number, x=x, y=y, low=low, high=high, size=5, label=label)
 
 
 def _with_margin(low: float, high: float) -> tuple[float, float]:

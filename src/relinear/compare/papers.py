@@ -114,7 +114,7 @@ class Paper(Settings):
         small: changes to it for a small machine.
         fits: what is fitted to a pretrained model, in place of the recipe and what belongs to it.
         data: text where none is named.
-        analyse: entries whose model is saved and analysed, on ``samples`` samples.
+        analyze: entries whose model is saved and analysed, on ``samples`` samples.
         claims: the first is the page's verdict.
         tables, differences, reading: of the page.
     """
@@ -127,7 +127,7 @@ class Paper(Settings):
     budget: float = Field(gt=0)
     changes: dict[str, Any] = Field(default_factory=dict)
     small: dict[str, Any] = Field(default_factory=dict)
-    analyse: list[str] = Field(default_factory=list)
+    analyze: list[str] = Field(default_factory=list)
     samples: PositiveInt = 64
     claims: list[Claim] = Field(min_length=1)
     tables: list[PaperTable] = Field(min_length=1)

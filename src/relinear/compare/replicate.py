@@ -96,8 +96,8 @@ class Replication:
         def cell(name: str, measure: str) -> Cell:
             if name not in entries:
                 return Cell("diverged" if name in diverged else "–")
-            if measure in ANALYSED:
-                return _analysed(folder / papers.COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
+            if measure in ANALYZED:
+                return _analyzed(folder / papers.COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
             value, template = MEASURES[measure]
             return Cell.of(value(entries[name], first), template)
 
@@ -173,7 +173,7 @@ def replication(
         changes["train.data.tokenizer"] = tokenizer
     if seeds is not None:
         changes["seeds"] = list(seeds)
-    changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyse} | {"train.save_model": False}
+    changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyze} | {"train.save_model": False}
     sized = CompareSettings.load(apply_overrides(values, changes), name)
     if model == papers.SMALL:
         length = CompareSettings.load(apply_overrides(values, paper.small), name).train.data.sequence_length
@@ -269,7 +269,7 @@ MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult | None], float | No
 
 
 #: what an analysis of an entry's first seed has measured -> where that is, and its format
-ANALYSED = {
+ANALYZED = {
     "base_accuracy": ("cgt_arithmetic", ("accuracy", "dynamic", "answers"), ".1%"),
     "specialized_accuracy": ("cgt_arithmetic", ("accuracy", "specialized", "answers"), ".1%"),
     "variation": ("cgt_arithmetic", ("variation",), ".2f"),
@@ -277,9 +277,9 @@ ANALYSED = {
 }
 
 
-def _analysed(run: Path, measure: str) -> Cell:
+def _analyzed(run: Path, measure: str) -> Cell:
     """Return the cell of a measure of ``ANALYSED``; a dash if there is no analysis, or none of this model."""
-    name, keys, template = ANALYSED[measure]
+    name, keys, template = ANALYZED[measure]
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}
     for key in keys:

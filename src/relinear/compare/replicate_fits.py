@@ -29,7 +29,7 @@ from relinear.evaluate.language import perplexity
 from relinear.hf.model_layout import decoder_layers
 from relinear.models import from_preset, model_folder
 from relinear.pages.blocks import Cell, Section
-from relinear.pages.figures import colours
+from relinear.pages.figures import colors
 from relinear.pages.records import read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
 from relinear.surgery.plan import plan
@@ -221,7 +221,7 @@ class FitReplication:
         if bad := [f"{m} in {s}" for m in self.fits.methods for s in self.fits.projections if is_bad(m, s)]:
             scale += f" These fits are bad, more than {_BAD:g} nat above the original: {', '.join(bad)}. "
             scale += "Their gaps say more about the fit than about the operator."
-        palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
+        palette = colors([ORIGINAL, *self.fits.methods], ORIGINAL)
         unit = "nats per token" if self.decoder is None else loss_unit({"data": self.decoder.data.model_dump()})
         blocks = papers.paper_blocks(self.paper, scale, cell, gap_of, unit, facts, self.share)
         blocks += what_ran(read_values(folder / papers.RECORD), {"model": model})

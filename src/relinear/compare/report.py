@@ -12,7 +12,7 @@ from relinear.compare.schema import AXES, FORMAT, RESULTS, SCALE, EntryResult, G
 from relinear.contract.messages import quoted, validation_message
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
-from relinear.pages.figures import Panel, Series, colours
+from relinear.pages.figures import Panel, Series, colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, picture_of, what_ran
@@ -95,7 +95,7 @@ def results_section(directory: str | Path) -> Section:
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
-    palette = colours([entry["name"] for entry in entries], _base_name(results))
+    palette = colors([entry["name"] for entry in entries], _base_name(results))
     key, axis, rows = series_of(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
@@ -336,7 +336,7 @@ def scale_section(directory: str | Path) -> Section:
     """Return a page's blocks on ``scale.json``; draws its plot. Raises as ``read_scale``."""
     results = read_scale(directory)
     entries = results["entries"]
-    palette = colours([entry["name"] for entry in entries])
+    palette = colors([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
     unit = figures.loss_unit((results.get("recipe") or {}).get("train"))
     charts = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, unit), text)

@@ -181,7 +181,7 @@ def one_rate(trials: Trials, rate: float) -> Search[SearchResult]:
     return SearchResult(rate, None, loss, False)
 
 
-def check_neighbours(
+def check_neighbors(
     settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None
 ) -> Search[SearchResult]:
     """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.

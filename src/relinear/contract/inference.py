@@ -69,8 +69,8 @@ class ParameterCache:
 
         They may not if a parameter is on the meta device, of a subclass, or under vmap, or if a module is parametrised.
         """
-        parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
-        return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
+        parametrized = any("parametrizations" in module._modules for module in self._owner.modules())
+        return not parametrized and all(map(_is_ordinary, self._owner.parameters()))
 
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Return (dictionary, name, value) for every parameter, buffer and submodule; the value may be None."""

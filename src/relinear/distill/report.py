@@ -120,6 +120,6 @@ def _chart(layers: list[Mapping[str, Any]], error: str) -> Chart:
         values, indices = [fit[key] for fit in layers], list(range(len(layers)))
         texts = [f"{fit['name']}, {name}: {fit[key]:.4g}" for fit in layers]
         style: dict[str, Any] = {"number": number, "mode": "points", "texts": texts}
-        series.append(Series(name=name, colour=PALETTE[1 - number], x=indices, y=values, **style))
+        series.append(Series(name=name, color=PALETTE[1 - number], x=indices, y=values, **style))
     panel = Panel(series, Axis(title="layer, in the order of fitting"), Axis(title=error, from_zero=True))
     return Chart("Every layer's error before and after fitting; point at a dot for its name.", panel)

@@ -55,7 +55,7 @@ _ROUTES: dict[tuple[str, str], Callable[..., Any]] = {
     ("GET", "/api/unit"): _unit,
     ("GET", "/api/search"): Subject.search,
     ("GET", "/api/text"): Subject.text,
-    ("POST", "/api/colour"): Subject.colour,
+    ("POST", "/api/colour"): Subject.color,
     ("POST", "/api/next"): Subject.next_token,
     ("POST", "/api/change"): _change,
     ("POST", "/api/effect"): effect,

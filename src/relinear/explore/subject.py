@@ -163,7 +163,7 @@ class Subject:
 
     # Methods that run the model
 
-    def colour(self, text: str, point: str, unit: int) -> dict[str, Any]:
+    def color(self, text: str, point: str, unit: int) -> dict[str, Any]:
         """Return a text's tokens with a unit's values, and the units of its hook point furthest from their means."""
         row = self.index.row(point, unit)
         ids = self.encode(text)

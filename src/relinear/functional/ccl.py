@@ -104,8 +104,8 @@ def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tenso
     if gain is None:
         return h
     assert offset is not None
-    centred = h - h.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + offset
+    centered = h - h.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * gain + offset
 
 
 def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:

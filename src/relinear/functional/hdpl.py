@@ -134,7 +134,7 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     return (shape + mean).sum(-1)
 
 
-def regulariser(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def regularizer(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's loss, whether it (or the share of its dimensions that) is clamped, and divergence; (...,).
 
     Args:

@@ -56,7 +56,7 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[Su
     return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=True)]
 
 
-def unnormalised_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
+def unnormalized_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
     """Return both sub-blocks of every decoder layer, or of ``layers``, if their outputs are added without a norm.
 
     These are pre-norm layers and parallel layers, x + attention(norm(x)) + mlp(norm(x)), also with dropout or a

@@ -109,7 +109,7 @@ class HDPLLinear(FusedInference, LatentOperator):
             y = y if changed is z else reference.hdpl_decode(x, changed, self.blocks, decoder, self.bias)
         if logvar is not None:
             bound, free_nats = self.config.bound, self.config.free_nats
-            loss, clamped, divergence = recomputed(reference.regulariser, mu, logvar, bound, free_nats)
+            loss, clamped, divergence = recomputed(reference.regularizer, mu, logvar, bound, free_nats)
             metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
             self.record_auxiliary({"latent": self.config.beta * loss}, metrics)
         return y

@@ -44,11 +44,11 @@ def _activated_and_mixed(config: Rotor, x: Tensor, window: int, step: int, slope
     return y.view(*x.shape[:-1], window)
 
 
-def _branch_slopes(activation: str, learnt: Tensor | None, mix: Tensor) -> Tensor:
+def _branch_slopes(activation: str, learned: Tensor | None, mix: Tensor) -> Tensor:
     """Return the PReLU slopes of a step's branches (W,); activations without slopes ignore them."""
     slope = reference.ACTIVATIONS[activation]
-    if learnt is not None:
-        return learnt.expand(len(mix))
+    if learned is not None:
+        return learned.expand(len(mix))
     return mix.new_full(mix.shape, slope if isinstance(slope, float) else 1.0)
 
 

@@ -76,11 +76,11 @@ class Modulator(HasHookPoints, CachingModule, _ModulatorBase):
     def __init__(self, config: ModulatorConfig, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
-        rank, biases, learnt = config.rank, config.biases, config.learnable_alpha
+        rank, biases, learned = config.rank, config.biases, config.learnable_alpha
         separate = config.channel and config.scalar and not config.shared
         add_parameters(self, kw, down=(rank, in_features))
         for name, enabled, size in (("channel", config.channel, out_features), ("scalar", config.scalar, 1)):
-            shapes = {"up": (size, rank), "log_alpha": (1,) if learnt else None, "bias": (size,) if biases else None}
+            shapes = {"up": (size, rank), "log_alpha": (1,) if learned else None, "bias": (size,) if biases else None}
             add_parameters(self, kw, **{f"{name}_{part}": shape if enabled else None for part, shape in shapes.items()})
         add_parameters(
             self,

@@ -73,10 +73,10 @@ function spread(places, gap, low, high) {
   for (let n = order.length - 1, top = high; n >= 0; n--, top = found[order[n + 1]] - gap) found[order[n]] = Math.min(found[order[n]], top);
   return found.map((place) => Math.max(place, low));
 }
-function colourOf(scale, share) {
+function colorOf(scale, share) {
   const place = Math.min(Math.max(share, 0), 1) * (scale.length - 1), i = Math.min(Math.floor(place), scale.length - 2);
   return [1, 3, 5].map((at) => {
-    const [a, b] = [scale[i], scale[i + 1]].map((colour) => parseInt(colour.slice(at, at + 2), 16));
+    const [a, b] = [scale[i], scale[i + 1]].map((color) => parseInt(color.slice(at, at + 2), 16));
     return Math.round(a + (place - i) * (b - a));
   });
 }
@@ -146,19 +146,19 @@ function drawn(place, off, shade, alone) {
     if (!across && down && guide.text) text(guide.text, {x: px(guide.x) + (left ? -5 : 5), y: box.top + size, "text-anchor": left ? "end" : "start", class: "guide"});
   }
   for (const one of series) {
-    const colour = shade(one.colour), group = element("g", {class: "series", "data-name": one.name, opacity: one.opacity}, plot);
+    const color = shade(one.color), group = element("g", {class: "series", "data-name": one.name, opacity: one.opacity}, plot);
     const at = one.x.map((value, i) => [px(value), py(one.y[i])]);
     const path = (points) => points.map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
     if (one.high && one.mode !== "points") {
       const band = [...one.x.map((value, i) => [px(value), py(one.high[i])]), ...one.x.map((value, i) => [px(value), py(one.low[i])]).reverse()];
-      element("path", {d: `${path(band)}z`, fill: colour, opacity: 0.15}, group);
+      element("path", {d: `${path(band)}z`, fill: color, opacity: 0.15}, group);
     } else if (one.high) {
-      at.forEach(([a], i) => element("path", {d: `M${a} ${py(one.low[i])}V${py(one.high[i])}`, stroke: colour, "stroke-width": 1.4}, group));
+      at.forEach(([a], i) => element("path", {d: `M${a} ${py(one.low[i])}V${py(one.high[i])}`, stroke: color, "stroke-width": 1.4}, group));
     }
-    if (one.mode === "steps") element("path", {d: at.map(([a, b], i) => (i ? `H${a}V${b}` : `M${a} ${b}`)).join(""), fill: "none", stroke: colour, "stroke-width": 1.2}, group);
-    else if (one.mode !== "points" && at.length) element("path", {d: path(at), fill: "none", stroke: colour, "stroke-width": 2, "stroke-linejoin": "round"}, group);
+    if (one.mode === "steps") element("path", {d: at.map(([a, b], i) => (i ? `H${a}V${b}` : `M${a} ${b}`)).join(""), fill: "none", stroke: color, "stroke-width": 1.2}, group);
+    else if (one.mode !== "points" && at.length) element("path", {d: path(at), fill: "none", stroke: color, "stroke-width": 2, "stroke-linejoin": "round"}, group);
     at.forEach(([a, b], i) => {
-      if (one.mode === "line" || one.mode === "points") symbol(group, one, colour, a, b);
+      if (one.mode === "line" || one.mode === "points") symbol(group, one, color, a, b);
       const said = typeof one.texts === "string" ? one.texts : one.texts[i];
       if (one.mode !== "steps" && b > box.top - 8 && b < box.bottom + 8) spots.push({x: a, y: b, ring: true, text: said || `${one.name}\n${short(one.x[i])}: ${typeof one.y[i] === "number" ? one.y[i].toFixed(4) : one.y[i]}`});
     });
@@ -166,8 +166,8 @@ function drawn(place, off, shade, alone) {
   const wanted = spread(labelled.map((one) => Math.min(Math.max(py(one.y[one.y.length - 1]), box.top), box.bottom)), size + 3, box.top, box.bottom);
   labelled.forEach((one, i) => {
     const last = one.x.length - 1, a = px(one.x[last]);
-    element("path", {d: `M${a + 5} ${py(one.y[last])}L${box.right + 10} ${wanted[i]}`, stroke: shade(one.colour), opacity: 0.5, fill: "none"}, svg);
-    text(one.label, {x: box.right + 13, y: wanted[i], dy: ".35em", style: `fill: ${shade(one.colour)}`});
+    element("path", {d: `M${a + 5} ${py(one.y[last])}L${box.right + 10} ${wanted[i]}`, stroke: shade(one.color), opacity: 0.5, fill: "none"}, svg);
+    text(one.label, {x: box.right + 13, y: wanted[i], dy: ".35em", style: `fill: ${shade(one.color)}`});
   });
   pointing(place, svg, (a, b) => {
     const away = (spot) => Math.hypot(spot.x - a, spot.y - b), spot = spots.reduce((best, one) => (best && away(best) <= away(one) ? best : one), null);
@@ -175,17 +175,17 @@ function drawn(place, off, shade, alone) {
   });
   if (panel.legend && named.length > 1 && !alone && !labelled.length) legend(place, named.filter((one) => !off.has(one.name)), shade);
 }
-function symbol(parent, one, colour, a, b) {
-  const look = one.hollow ? {fill: "none", stroke: colour, "stroke-width": 1.6} : {fill: colour};
+function symbol(parent, one, color, a, b) {
+  const look = one.hollow ? {fill: "none", stroke: color, "stroke-width": 1.6} : {fill: color};
   element("path", {d: shapes[one.number % shapes.length], transform: `translate(${a.toFixed(1)} ${b.toFixed(1)}) scale(${0.5 * one.size})`, "vector-effect": "non-scaling-stroke", ...look}, parent);
 }
 function legend(place, named, shade) {
   const list = document.createElement("ul");
   list.className = "legend";
   for (const one of named) {
-    const item = document.createElement("li"), mark = element("svg", {width: 26, height: 12}, item), colour = shade(one.colour);
-    if (one.mode !== "points") element("path", {d: "M1 6H25", stroke: colour, "stroke-width": 2}, mark);
-    if (one.mode === "line" || one.mode === "points") symbol(mark, {...one, size: Math.min(one.size + 2, 10)}, colour, 13, 6);
+    const item = document.createElement("li"), mark = element("svg", {width: 26, height: 12}, item), color = shade(one.color);
+    if (one.mode !== "points") element("path", {d: "M1 6H25", stroke: color, "stroke-width": 2}, mark);
+    if (one.mode === "line" || one.mode === "points") symbol(mark, {...one, size: Math.min(one.size + 2, 10)}, color, 13, 6);
     item.append(` ${one.label || one.name}`);
     list.append(item);
   }
@@ -201,7 +201,7 @@ function mapped(place, svg, heat, panel, width, height, size) {
   [cells.width, cells.height] = [wide, tall];
   const image = cells.getContext("2d"), pixels = image.createImageData(wide, tall);
   heat.values.forEach((row, r) => row.forEach((value, c) => {
-    if (value !== null) pixels.data.set([...colourOf(scale, share(value)), 255], 4 * (r * wide + c));
+    if (value !== null) pixels.data.set([...colorOf(scale, share(value)), 255], 4 * (r * wide + c));
   }));
   image.putImageData(pixels, 0, 0);
   element("image", {href: cells.toDataURL(), x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top, preserveAspectRatio: "none", style: "image-rendering: pixelated"}, element("g", {class: "series"}, svg));
@@ -211,7 +211,7 @@ function mapped(place, svg, heat, panel, width, height, size) {
   for (const [at, name] of thinned(heat.x.map((name, c) => [box.left + (c + 0.5) * across, name]), small)) text(name, {x: Math.min(at, width - widthOf(name, small) / 2), y: box.bottom + 15, "text-anchor": "middle"});
   if (panel.x.title) text(panel.x.title, {x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle", class: "soft"});
   const ends = [`${heat.what}  ${short(low)}`, short(high)], from = box.left + widthOf(ends[0], small) + 8;
-  scale.forEach((colour, i) => element("rect", {x: from + i * 18, y: 8, width: 18, height: 10, fill: colour}, svg));
+  scale.forEach((color, i) => element("rect", {x: from + i * 18, y: 8, width: 18, height: 10, fill: color}, svg));
   text(ends[0], {x: box.left, y: 17, class: "soft"});
   text(ends[1], {x: from + scale.length * 18 + 6, y: 17, class: "soft"});
   pointing(place, svg, (a, b) => {

@@ -30,7 +30,7 @@ class Series:
     """Describe the points of one entry, joined or not.
 
     Args:
-        name: of the entry, for the page's filter; ``colour`` and ``number`` (of its marker) distinguish it.
+        name: of the entry, for the page's filter; ``color`` and ``number`` (of its marker) distinguish it.
         x, y: (N,) coordinates; ``y`` may be names of rows.
         low, high: (N,) the band around a line, or the error bars of points.
         texts: tooltips of the points, (N,), or one for all; "" shows the numbers.
@@ -41,7 +41,7 @@ class Series:
     """
 
     name: str
-    colour: str
+    color: str
     x: Sequence[float]
     y: Sequence[Any]
     number: int = 0
@@ -93,7 +93,7 @@ class Panel:
     legend: bool = True
 
 
-def colours(names: Sequence[str], reference: str | None = None) -> dict[str, str]:
+def colors(names: Sequence[str], reference: str | None = None) -> dict[str, str]:
     """Return name -> colour: near black for the reference, if any, and the palette's colours in order for the rest."""
     remaining = [name for name in names if name != reference]
     chosen = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(remaining)}

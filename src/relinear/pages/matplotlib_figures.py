@@ -134,7 +134,7 @@ def _draw_panel(figure: Any, axes: Any, panel: Panel) -> None:
 def _draw_series(axes: Any, series: Series, rows: Sequence[str]) -> None:
     x = list(series.x)
     y = [rows.index(value) if rows else value for value in series.y]
-    style: dict[str, Any] = {"color": series.colour, "alpha": series.opacity, "lw": 1.6}
+    style: dict[str, Any] = {"color": series.color, "alpha": series.opacity, "lw": 1.6}
     if series.mode in ("line", "points") or len(x) == 1:
         style |= {"marker": _MARKERS[series.number % len(_MARKERS)], "ms": 0.6 * series.size}
     if series.mode == "points":
@@ -147,9 +147,9 @@ def _draw_series(axes: Any, series: Series, rows: Sequence[str]) -> None:
     if series.low is not None and series.high is not None:
         if series.mode == "points":
             spans = [abs(h - v) for h, v in zip(series.high, y, strict=True)]
-            axes.errorbar(x, y, yerr=spans, fmt="none", color=series.colour, capsize=3, lw=1.2)
+            axes.errorbar(x, y, yerr=spans, fmt="none", color=series.color, capsize=3, lw=1.2)
         else:
-            axes.fill_between(x, series.low, series.high, color=series.colour, alpha=0.15, lw=0)
+            axes.fill_between(x, series.low, series.high, color=series.color, alpha=0.15, lw=0)
 
 
 def _draw_heat_map(axes: Any, heat: Heat) -> Any:

@@ -357,7 +357,7 @@ def fit_in_folder(
         trainer.add_callback(log)
         if out_dir is not None:
             stack.enter_context(on_terminate(stop.request))
-        return _train_and_summarise(model, trainer, log, stop, resume)
+        return _train_and_summarize(model, trainer, log, stop, resume)
 
 
 def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
@@ -386,7 +386,7 @@ def remove_checkpoints(folder: Path, keep: str = "") -> None:
         folder.rmdir()
 
 
-def _train_and_summarise(
+def _train_and_summarize(
     model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTerminate, resume: bool
 ) -> TrainResult:
     from accelerate.utils import broadcast_object_list

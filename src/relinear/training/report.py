@@ -21,7 +21,7 @@ def run_section(directory: Path) -> Section:
         points = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
         if len(points) > 1:
             x, y = zip(*points, strict=True)
-            curves.append(Series(name=name, colour=PALETTE[number], number=number, x=x, y=y))
+            curves.append(Series(name=name, color=PALETTE[number], number=number, x=x, y=y))
     result = record["result"] if isinstance(record.get("result"), dict) else {}
     blocks: list[Block] = [Text(_summary_sentence(record, result, rows[-1]["tokens"] if rows else 0), lead=True)]
     if curves:
