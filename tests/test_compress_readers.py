@@ -154,6 +154,13 @@ def test_sizes_and_readers_that_are_none(settings, message: str) -> None:
         assert CompressSettings(size=text).bytes_of(1000) == expected
 
 
+def test_a_budget_takes_the_place_of_the_default_one() -> None:
+    settings = CompressSettings(tokens=2048)
+    assert settings.bits == 4.5
+    assert settings.replace(size="90MB").bits is None
+    assert settings.replace(keep=0.5).model_fields_set == {"tokens", "keep"}
+
+
 def test_a_size_that_all_else_exceeds_is_refused_before_any_work(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"size=1kB, 1,000 bytes, is less than .* all else takes .* llama"):
         carried_out("llama.cpp", tmp_path, small(), size="1kB")

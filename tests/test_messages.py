@@ -135,6 +135,8 @@ def test_trained_weights_are_not_discarded_without_a_word(tmp_path):
     with pytest.warns(UserWarning, match="discards the trained weights of 2 layers"):
         report = relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
     assert "note: init='fresh' discards" in str(report)
+    with pytest.warns(UserWarning, match="discards the trained weights of 2 layers"):  # of what is wrapped
+        relinear.replace_(model, {"o_proj": relinear.Transponder(rank=2, base=relinear.LowRank(rank=2))})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         relinear.replace_(model, {"k_proj": relinear.LowRank(rank=2)}, init="from_weight")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -69,16 +68,11 @@ class CompressSettings(Settings):
     evaluation_tokens: int = Field(default=16384, ge=2)
     passages: int = Field(default=50, ge=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _a_budget(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and all(values.get(budget) is None for budget in BUDGETS):
-            return {**values, "bits": BITS}
-        return values
-
     @model_validator(mode="after")
     def _consistent(self) -> CompressSettings:
         budgets = [name for name in BUDGETS if getattr(self, name) is not None]
+        if not budgets:  # a default, which a budget that is given later replaces
+            object.__setattr__(self, "bits", BITS)
         if len(budgets) > 1:
             raise ValueError(f"{' and '.join(budgets)} are {len(budgets)} budgets: give one of them")
         if self.reader != "relinear" and not self.by_bytes:

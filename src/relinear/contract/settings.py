@@ -94,7 +94,7 @@ class Settings(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some settings changed, checked again as a whole."""
-        return self.load(self.model_dump() | changes)
+        return self.load(self.model_dump(exclude_unset=True) | changes)
 
     # an earlier name, which works for one more version
     updated = RenamedAttribute("replace")

@@ -186,7 +186,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shap
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
     """Yield warnings about a plan: trained weights that are lost, operators larger than the layers they replace."""
-    replaced = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
+    replaced = [r for r in replacements if not _keeps_layer(r.config)]
     name = loaded_from(model)
     lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]
     if init == "fresh" and name and lost:
@@ -203,6 +203,13 @@ def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[
                 f"{config} has {after:,} parameters in place of {before:,}, {after / before:.1f} times as many, in "
                 f"{count} layers of {in_features} -> {out_features}; a smaller size makes the model smaller"
             )
+
+
+def _keeps_layer(config: OperatorConfig | None) -> bool:
+    """Return whether an operator wraps the layer that it replaces."""
+    while isinstance(config, WrapperConfig):
+        config = config.base
+    return config is None
 
 
 def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
