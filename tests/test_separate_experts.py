@@ -14,6 +14,7 @@ from relinear.compression import compress
 from relinear.compression.calibrate import StatisticsSums, shrunk_to_peers
 from relinear.compression.export import export_compressed_tensors
 from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.hf.attachments import attachments
 from relinear.surgery.separate_experts import ExpertLayers, fuse_experts_, separate_experts
 from tiny_models import VOCABULARY, make_family
 
@@ -80,6 +81,18 @@ def test_in_eight_bits_they_compute_nearly_the_same_and_fold_into_a_stock_model(
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not any(type(module).__module__.startswith("relinear") for module in stock.modules())
     torch.testing.assert_close(logits(stock), after, rtol=0, atol=1e-5)
+
+
+def test_taken_apart_in_the_base_model_they_fold_in_the_whole() -> None:
+    model = made("mixtral")
+    relinear.attach_(model.model, "separate_experts")
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=4)}, init="from_weight")
+    before = logits(model)
+    relinear.fold_(model, verbose=False)
+    assert attachments(model) == attachments(model.model) == ()
+    assert not any(isinstance(module, ExpertLayers) for module in model.modules())
+    assert not hasattr(model.config, "quantization_config")
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

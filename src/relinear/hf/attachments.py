@@ -38,11 +38,17 @@ def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     """Return the configs of the parts attached to ``model`` or its submodules, in order of attachment."""
     hf_model: Any = unwrapped(model)
-    lists = {id(listed): listed for module in hf_model.modules() if (listed := vars(module).get(_ATTRIBUTE))}
-    configs = (config.for_model(hf_model) for listed in lists.values() for config in listed)
+    configs = (config.for_model(hf_model) for listed in _lists(hf_model) for config in listed)
     return tuple(config for config in configs if config is not None)
 
 
 def forget_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
-    """Remove ``config`` from the record on ``model``, after its part was removed."""
-    vars(unwrapped(model))[_ATTRIBUTE].remove(config)
+    """Remove ``config`` from the records on ``model`` and its submodules, after its part was removed."""
+    for listed in _lists(unwrapped(model)):
+        listed[:] = [other for other in listed if other != config]
+
+
+def _lists(model: nn.Module) -> list[list[AttachmentConfig]]:
+    """Return the different lists of configs on ``model`` and its submodules."""
+    lists = (listed for module in model.modules() if (listed := vars(module).get(_ATTRIBUTE)))
+    return list({id(listed): listed for listed in lists}.values())
