@@ -10,6 +10,7 @@ import relinear
 from conftest import mostly_slow
 from relinear.compression import CompressSettings, compress, heal
 from relinear.compression.healing import original_copy
+from relinear.system.progress import Progress
 from tiny_models import VOCABULARY, make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "candidates": ["low_rank"], "self_sampled": False}
@@ -95,7 +96,10 @@ def test_the_teacher_takes_no_memory_until_it_must() -> None:
     ids = tokens()[0][None, :16]
     wanted = teacher(input_ids=ids).logits
     blocks = tokens(64 * 16)[0].view(64, 16)
-    heal(model, teacher, blocks, settings=CompressSettings.load(HEALED))
+    shown: list[Progress] = []
+    heal(model, teacher, blocks, settings=CompressSettings.load(HEALED), on_progress=shown.append)
+    assert {(progress.text, progress.stage) for progress in shown} == {("healing", "heal")}
+    assert shown[-1].done == shown[-1].total == 16
     assert torch.equal(wanted, teacher(input_ids=ids).logits)
 
 

@@ -43,9 +43,9 @@ _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 #: what a calibration writes in addition to its fingerprint
 _FILES = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
 
-#: called with the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is done, and
+#: called with the stage ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is done, and
 #: how much there is
-OnProgress = Callable[[str, int, int], None]
+StageCallback = Callable[[str, int, int], None]
 #: of the linear layers of one decoder layer, by name
 Statistics = Mapping[str, CalibrationStatistics]
 
@@ -198,7 +198,7 @@ class Calibration:
         folder: Path,
         settings: CompressSettings,
         kinds: Sequence[int] = (),
-        on_progress: OnProgress = lambda phase, done, total: None,
+        on_progress: StageCallback = lambda phase, done, total: None,
     ) -> None:
         self.model, self.targets, self.folder, self.on_progress = model, targets, folder, on_progress
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)

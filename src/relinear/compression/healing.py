@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.calibrate import OnProgress, fingerprint
+from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import eval_mode, frozen_parameters, in_dtype
 from relinear.contract.operator import named_operators
-from relinear.system.progress import Progress
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.distill import objective_with_teacher
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
@@ -63,7 +63,7 @@ def heal(
     *,
     settings: CompressSettings | None = None,
     folder: str | Path | None = None,
-    on_progress: OnProgress = lambda phase, done, total: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> HealReport:
     """Train the operators of ``model`` in place to give the logits of ``teacher``.
 
@@ -76,7 +76,7 @@ def heal(
         blocks: token ids (N, T) to train on, in a random order, each once.
         settings: ``heal_learning_rate``, ``batch_size`` and ``seed`` of these.
         folder: of state and metrics; None stores nothing.
-        on_progress: called with "heal", steps done and in all.
+        on_progress: called with a ``Progress``, whose ``stage`` is "heal".
 
     Raises:
         ValueError: if there is no operator, or there are fewer blocks than a step takes. NonFiniteLossError: (a
@@ -90,7 +90,7 @@ def heal(
 
     def report(progress: Progress) -> None:
         if progress.stage in ("train", "save"):
-            on_progress("heal", progress.done, progress.total)
+            on_progress(Progress("healing", progress.done, progress.total, "heal"))
 
     tensors = itertools.chain.from_iterable((*one.parameters(), *one.buffers()) for one in (model, teacher))
     with (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.calibrate import Calibration, OnProgress
+from relinear.compression.calibrate import Calibration, StageCallback
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.contract.input_checks import check_finite
@@ -74,7 +74,7 @@ class Task:
             )
 
     def calibrate(
-        self, blocks: Tensor, kinds: Sequence[int] = (), on_progress: OnProgress = lambda phase, done, total: None
+        self, blocks: Tensor, kinds: Sequence[int] = (), on_progress: StageCallback = lambda phase, done, total: None
     ) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
         folder = self.folder / "calibration"
