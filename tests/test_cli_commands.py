@@ -272,6 +272,7 @@ def test_operators_from_text():
     low_rank = {"kind": "low_rank", "rank": 8}
     assert parse_operators(["low_rank:rank=8"]) == {"all-linear": low_rank}
     assert parse_operators(["q_proj=low_rank:rank=8", "lm_head=none"]) == {"q_proj": low_rank, "lm_head": None}
+    assert parse_operators(["lm_head=Dense"]) == {"lm_head": None}
     assert parse_operators([r".*\.(?:q|k)_proj=low_rank:rank=8"]) == {r".*\.(?:q|k)_proj": low_rank}
     assert parse_operators(["low_rank"]) == {"all-linear": {"kind": "low_rank"}}
     with pytest.raises(ValueError, match="twice"):

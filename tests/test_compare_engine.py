@@ -129,6 +129,13 @@ def test_entries_may_differ_in_any_setting():
     assert b.operators["lm_head"] is None
 
 
+@pytest.mark.parametrize("word", ["dense", "Dense", " NONE "])
+def test_an_entry_may_replace_nothing(word):
+    recipe = CompareSettings.load({"entries": {"a": word, "b": {"operator": word}}, "tokens": 100_000})
+    assert [entry.operator for entry in recipe.entries.values()] == [None, None]
+    assert not any(recipe.settings_of(name).operator_configs for name in "ab")
+
+
 # Tuning
 
 

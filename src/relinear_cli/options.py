@@ -113,7 +113,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
         ValueError: if a text does not have this format, or if a pattern occurs twice.
     """
     from relinear.contract.messages import quoted
-    from relinear.contract.setting_text import parse_setting
+    from relinear.contract.setting_text import keeps_layer, parse_setting
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
@@ -125,7 +125,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
         pattern, setting = ("all-linear", text) if bare else (head, rest)
         if pattern in mapping:
             raise ValueError(f"pattern {quoted(pattern)} is given twice")
-        mapping[pattern] = None if setting.strip().lower() in ("none", "dense") else parse_setting(setting)
+        mapping[pattern] = None if keeps_layer(setting) else parse_setting(setting)
     return mapping
 
 

@@ -12,13 +12,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.contract.messages import did_you_mean
-from relinear.contract.setting_text import parse_setting
+from relinear.contract.setting_text import keeps_layer, parse_setting
 from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
 from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
 
-DENSE = "dense"
 #: settings in steps that say when something happens within a run
 _STEPS_WITHIN = ("warmup_steps", "eval_every")
 _ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
@@ -62,7 +61,7 @@ _Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_lengt
 
 def _read_operator(value: Any) -> Any:
     if isinstance(value, str):
-        return None if value.strip() in (DENSE, "none") else parse_setting(value)
+        return None if keeps_layer(value) else parse_setting(value)
     return value
 
 

@@ -33,6 +33,11 @@ def parse_setting(text: str) -> dict[str, Any]:
     return setting
 
 
+def keeps_layer(text: str) -> bool:
+    """Return whether ``text`` stands in an operator's place and leaves the layer as it is: ``none`` or ``dense``."""
+    return text.strip().lower() in ("none", "dense")
+
+
 def _split(text: str, whole: str) -> list[str]:
     """Split ``text`` at commas outside of brackets and parentheses."""
     parts, depth, start = [], 0, 0

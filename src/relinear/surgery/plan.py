@@ -17,6 +17,7 @@ from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.messages import quoted, warn_user
 from relinear.contract.operator import Init, Operator, OperatorConfig
+from relinear.contract.setting_text import keeps_layer
 from relinear.contract.wrapper import WrapperConfig
 from relinear.deprecated import RenamedAttribute
 from relinear.hf.attachments import apply_attachment_
@@ -31,8 +32,6 @@ from relinear.surgery.tied import check_can_embed, swap_layer, tied_head
 
 #: warn about operators with more than this factor of the replaced layer's parameters
 _WARN_ABOVE = 1.5
-#: words that mean None on the command line
-_KEEP_WORDS = ("none", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +212,7 @@ def _keeps_layer(config: OperatorConfig | None) -> bool:
 
 
 def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
-    if setting is None or (isinstance(setting, str) and setting.strip().lower() in _KEEP_WORDS):
+    if setting is None or (isinstance(setting, str) and keeps_layer(setting)):
         return None
     if not isinstance(setting, OperatorConfig | str):
         raise ValueError(
