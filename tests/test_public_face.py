@@ -60,6 +60,11 @@ def test_what_most_programs_need_is_at_the_top() -> None:
     assert rest - rooms == {"CGTConfig", "CGTForCausalLM", "CGTForRegression", "SavedConfig", "__version__"}
 
 
+def test_authors_of_operators_find_what_they_need_in_one_room() -> None:
+    names = "CalibrationStatistics Count NotLinearError Operator OperatorConfig ParamRole Wrapper WrapperConfig"
+    assert {*names.split(), "check_divides", "register"} <= set(relinear.contract.__all__)
+
+
 @pytest.mark.parametrize("name", sorted(MOVED))
 def test_a_name_that_has_moved_is_found_with_a_warning(name: str) -> None:
     module, new = MOVED[name]

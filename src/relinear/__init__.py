@@ -1,9 +1,10 @@
 """relinear: replace, modulate and compose the linear layers of Transformers.
 
 This package exports what most programs need. The rest is in its subpackages: ``relinear.residual``, ``.activations``,
-``.evaluate``, ``.analysis``, ``.data``, ``.contract`` and ``.clifford``. Names imported as ``import name as name`` are
-public. Importing the package registers kinds of operators and attachments, and registers models and the loader of
-checkpoints with transformers.
+``.surgery``, ``.models``, ``.data``, ``.training``, ``.distill``, ``.compression``, ``.evaluate``, ``.analysis``,
+``.explore``, ``.compare``, ``.bench``; for authors of operators ``.contract``, ``.functional``, ``.clifford`` and
+``.testing``. Names imported as ``import name as name`` are public. Importing the package registers kinds of operators
+and attachments, and registers models and the loader of checkpoints with transformers.
 """
 
 from importlib import import_module as _import_module
