@@ -134,21 +134,21 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     return (shape + mean).sum(-1)
 
 
-def regularizer(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def regularizer(mu: Tensor, logvar: Tensor, kind: str, free_nats: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's loss, whether it (or the share of its dimensions that) is clamped, and divergence; (...,).
 
     Args:
         mu, logvar: (..., R).
-        bound: "clamp" (``bounded_kl``), "free_bits" (``free_bits_kl``) or "geometric_jsd".
-        free: nats per dimension with "free_bits"; None divides the paper's ln 2 by R.
+        kind: "clamp" (``bounded_kl``), "free_bits" (``free_bits_kl``) or "geometric_jsd".
+        free_nats: per dimension, with "free_bits"; None divides the paper's ln 2 by R.
     """
-    if bound == "geometric_jsd":
+    if kind == "geometric_jsd":
         loss = geometric_jsd(mu, logvar)
         return loss, torch.zeros_like(loss), loss
     kl = gaussian_kl(mu, logvar)
     divergence = kl.sum(-1)
-    if bound == "free_bits":
-        return *free_bits_kl(kl, math.log(2) / mu.shape[-1] if free is None else free), divergence
+    if kind == "free_bits":
+        return *free_bits_kl(kl, math.log(2) / mu.shape[-1] if free_nats is None else free_nats), divergence
     return *bounded_kl(divergence), divergence
 
 
