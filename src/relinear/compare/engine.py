@@ -179,7 +179,7 @@ class Engine:
         self.on_progress(Progress(text, row.get("step", 0), run.settings.steps, run.stage, **figures, **counts))
 
     def _seconds_left(self, unfinished_steps: int) -> float | None:
-        """Return the seconds left, from the paces that are known; ``unfinished_steps``: made by runs under way."""
+        """Return the seconds left, from the known paces; running runs have made ``unfinished_steps`` so far."""
         if not self._paces:
             return None
         seconds, steps = (sum(pace) for pace in zip(*self._paces.values(), strict=True))

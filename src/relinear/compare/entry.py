@@ -62,7 +62,7 @@ def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
 def least_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
     """Return the runs that an entry needs at least: "train" or "tune", how many, and the steps of each.
 
-    A search asks for more where its best value lies at an end of the grid.
+    A search asks for more if its best value lies at an end of the grid.
     """
     name, search, steps = planned.name, recipe.search_settings, planned.settings.steps
     runs = [("train", len(recipe.seeds), steps)]
@@ -80,7 +80,7 @@ def least_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int
 
 @dataclasses.dataclass(frozen=True)
 class EntrySearch:
-    """Find the settings of an entry and train it with them. out_dir: of the comparison."""
+    """Find the settings of an entry and train it with them. out_dir: that of the comparison."""
 
     recipe: CompareSettings
     planned: Planned
@@ -133,7 +133,7 @@ class EntrySearch:
             "initializer_range": best.initializer_range,
             "initializer_edge": best.initializer_edge,
             "warmup_ratio": warmup,
-            # of two warm-ups each is an end
+            # with two warm-ups, each is an end
             "warmup_edge": None if warmup is None else len(warmups) > 2 and warmup in (warmups[0], warmups[-1]),
             "bits": bits,
             "bits_edge": fewest if len(candidates) > 1 else None,
@@ -154,7 +154,7 @@ class EntrySearch:
         """Choose the best of the rate and its neighbours by runs of full length."""
         search = self.recipe.search_settings
         if choice.trials and search.fraction == 1:
-            (trials,) = choice.trials  # are of full length
+            (trials,) = choice.trials  # these are of full length
         else:
             trials = self._trials(choice.planned, choice.warmup_ratio, full_length=True)
         best = yield from check_neighbors(search, trials, choice.learning_rate, choice.initializer_range)
@@ -169,7 +169,7 @@ class EntrySearch:
         settings = scaled_run(_with_warmup(planned.settings, warmup_ratio), 1.0 if full_length else search.fraction)
         settings = settings.replace(seed=search.seed, eval_every=0, save_model=False)
         bits = settings.bits
-        # what tells this search from others of the entry is in the names of its folders, and in its rows
+        # names of folders, and rows, say how this search differs from others of the entry
         prefix = "full-length-" * full_length
         prefix += "" if bits is None else f"{bits}-bits-"
         prefix += "" if warmup_ratio is None else f"warmup-{warmup_ratio:g}-"

@@ -34,8 +34,8 @@ Choices = Mapping[str, Sequence[Candidate]]
 def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> dict[str, Candidate]:
     """Return one candidate per layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
-    The largest layer, which as an embedding may be most of a model, also gets the next candidates above and below what
-    the price gives it: between two of them lie budgets that no price meets.
+    The largest layer, such as an embedding, may be most of a model, so that no price per unit of cost meets the budget.
+    Therefore the next smaller and larger candidates of this layer are tried, too.
 
     Raises:
         ValueError: if even the smallest candidates exceed the budget.
@@ -56,9 +56,9 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
 
 
 def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
-    """Return the smallest of every layer, then upgrade while one fits, most nats per unit of cost first.
+    """Start from the smallest candidate of every layer and upgrade while one fits, most nats per unit of cost first.
 
-    So all layers pay one price for a unit of cost, up to the last of them.
+    So all layers pay the same price per unit of cost, except for the last upgrades.
     """
     chosen = {name: min(options, key=lambda c: (c.cost, c.nats)) for name, options in candidates.items()}
     remaining, upgrades = budget - sum(c.cost for c in chosen.values()), list[tuple[float, str, Candidate]]()
@@ -85,7 +85,7 @@ def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
 
 
 class Size(NamedTuple):
-    """Hold the cost of a layer: parameters, bytes as stored."""
+    """Hold the cost of a layer: its parameters and its stored bytes."""
 
     parameters: int
     stored: int
@@ -94,8 +94,8 @@ class Size(NamedTuple):
 def stored_bytes(module: nn.Module) -> int:
     """Return the bytes of ``module`` in a checkpoint, floats at no more than half precision; tied tensors once.
 
-    Parameters in float32 count as 16 bits, in which a budget of bytes saves them: the dtype in which a model was loaded
-    says nothing about that of its checkpoint.
+    Parameters in float32 count as 16 bits each, because they are saved so under a budget of bytes. The dtype in which a
+    model was loaded says nothing about that of its checkpoint.
     """
     tensors = module.state_dict().values()
     widest = {True: 2, False: 8}
@@ -120,8 +120,9 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
-    what: in words, with its setting. unit: of costs. limit: the largest total cost. cost: of a layer by name with an
-    operator, or unchanged for None; infinite if it does not fit. setting: gives the setting for a cost, rounded up.
+    what: the budget in words, with its setting. unit: that of costs. limit: the largest total cost. cost: gives the
+    cost of a layer, by name, with an operator or unchanged (None); infinite if the operator does not fit. setting:
+    gives the setting for a cost, rounded up.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""The candidates for each layer, the plan that is chosen among them, and fits."""
+"""Enumerate the candidates for each layer, choose a plan among them, and fit its operators."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SearchSpace:
             )
 
     def load_plan(self, path: str | Path) -> CompressPlan:
-        """Return a plan from a file. Raises ValueError if it is not a plan for this model and these layers."""
+        """Read a plan from a file. Raises ValueError if it is not a plan for this model and these layers."""
         task, budget = self.task, self.budget
         loaded = CompressPlan.load(path, task.model, budget.cost if task.settings.by_bytes else None)
         unknown = sorted(set(loaded.replaced) - set(task.modules))
@@ -81,7 +81,7 @@ class SearchSpace:
         modules, budget, by_bytes = self.task.modules, self.budget, self.task.settings.by_bytes
         candidates = {name: self._candidates(name) for name in modules}
         inputs = [self.task.settings.reader, *(entry.to_dict() for entry in self.entries)]
-        # rounding is planned without what rows make up for: of gradients the diagonal is enough
+        # rounding is planned as if rows did not make up for each other: the diagonal of the gradients is enough
         errors = calibration.map_layers("candidates", inputs, partial(self._errors, candidates), diagonal=by_bytes)
         nats = dict[str, dict[OperatorConfig, float]]()
         for name, by_entry in candidates.items():  # the second-order estimate 0.5 tr(G (W - W') A (W - W')^T)
@@ -101,7 +101,7 @@ class SearchSpace:
         return CompressPlan(layers)
 
     def _candidates(self, name: str) -> dict[OperatorConfig, list[OperatorConfig]]:
-        """Return the candidates for the layer ``name`` by entry; of those with the same cost the last."""
+        """Return the candidates for the layer ``name`` by entry; of several with the same cost, the last."""
         features, candidates = linear_features(self.task.modules[name]), dict[OperatorConfig, list[OperatorConfig]]()
         for entry in self.entries:
             by_cost = {self.budget.cost(name, config): config for config in entry.candidates(*features)}
@@ -118,7 +118,7 @@ class SearchSpace:
         for name, layer_statistics in statistics.items():
             module = self.task.modules[name]
             inputs, tokens = linear_features(module)[0], layer_statistics.tokens
-            if tokens is None or tokens >= inputs:  # an expert may have seen too few to say anything
+            if tokens is None or tokens >= inputs:  # an expert may have seen too few for an estimate
                 by_entry = candidates[name].items()
                 pairs = [entry.candidate_errors(module, layer_statistics, configs) for entry, configs in by_entry]
                 errors[name] = torch.tensor([error for _, error in itertools.chain(*pairs)], dtype=torch.float64)
@@ -126,7 +126,7 @@ class SearchSpace:
 
 
 def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]], budget: Budget) -> list[Candidate]:
-    """Return the joint candidates of layers, from the nats of each; first that all stay as they are."""
+    """Return the joint candidates of layers, from the nats of each; the first leaves all unchanged."""
     candidates = [Candidate(None, sum(budget.cost(name, None) for name, _ in layers), 0.0)]
     for config in layers[0][1]:
         if all(config in nats for _, nats in layers):

@@ -1,8 +1,8 @@
 """Run a stock decoder one layer at a time, so that only one layer's activations are in memory.
 
-A decoder layer takes hidden states and further arguments (positions, masks), which depend on the shape of the batch
-alone where nothing is padded. They are recorded once a shape, in a pass in which every layer returns its input, and
-given to the layer again whenever it is run alone.
+A decoder layer takes hidden states and further arguments (positions, masks). Without padding, these depend only on the
+shape of the batch. They are recorded once for each shape, in a pass in which every layer returns its input, and passed
+to the layer again whenever it runs alone.
 """
 
 # Legend: B batch, T tokens, D hidden size, V vocabulary, N = B * tokens of a piece
@@ -51,7 +51,7 @@ class LayerByLayer:
     def check(self, ids: Tensor) -> None:
         """Raise ValueError unless the parts in sequence give the model's logits for ``ids`` (B, T).
 
-        At the last positions where the model can give those alone: they hang on all before them.
+        If the model can return only the last positions, these are compared: they depend on all before them.
         """
         expected = self._run(ids, last=HEAD_TOKENS)
         bound = rounding_bound(self.model, expected)
@@ -68,7 +68,7 @@ class LayerByLayer:
             )
 
     def _run(self, ids: Tensor, *, last: int | None = None) -> Tensor:
-        """Return the model's logits (B, T, V); those of the ``last`` positions if it can give these alone."""
+        """Return the model's logits (B, T, V); only those of the ``last`` positions if it can."""
         options = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
         return self.model(input_ids=ids, use_cache=False, **options).logits
 
@@ -98,9 +98,9 @@ class LayerByLayer:
         return entered[0]
 
     def gradient_of_rows(self, ids: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient (B, T, I) for the rows of the embedding, from that (B, T, D) for the first layer's input.
+        """Return the gradient (B, T, I) of the embedding's rows, from that (B, T, D) of the first layer's input.
 
-        Models multiply rows, normalise them or project them before the first layer.
+        Before the first layer, models may scale, normalise or project the rows.
         """
         table, rows = self.model.get_input_embeddings(), list[Tensor]()
 
@@ -119,7 +119,7 @@ class LayerByLayer:
         return output[0] if isinstance(output, tuple | list) else output
 
     def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V) from the hidden states that leave the last layer; ``ids`` for their shape alone."""
+        """Return logits (B, T, V) from the hidden states that leave the last layer; of ``ids`` the shape counts."""
         with self._replaced(lambda *args, **kwargs: self._as_output(hidden)):
             return self._run(ids)
 

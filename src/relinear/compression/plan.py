@@ -1,4 +1,4 @@
-"""Hold the plan of a compression, an editable file: each layer's operator and its predicted loss."""
+"""Define the plan of a compression, saved as an editable file: each layer's operator and its predicted loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 1
 class LayerPlan:
     """Plan one layer: its operator (None: unchanged), parameters after and before, predicted nats per token.
 
-    bits: stored for each weight of the original layer, floats at no more than half precision.
+    bits: stored for each weight of the original layer; a float counts as at most half precision.
     """
 
     operator: OperatorConfig | None
@@ -35,7 +35,7 @@ class LayerPlan:
 
     @classmethod
     def of(cls, module: Any, operator: OperatorConfig | None, nats: float | None, stored: float | None = None) -> Self:
-        """Return the plan for the linear layer ``module``; ``stored`` bytes if the reader's differ from relinear's."""
+        """Return the plan for the linear layer ``module``; ``stored``: its bytes, if not those that relinear stores."""
         size, before = size_of(module, operator), module_parameters(module)
         return cls(operator, size.parameters, before, nats, 8 * (size.stored if stored is None else stored) / before)
 
@@ -52,22 +52,22 @@ class CompressPlan:
 
     @property
     def replaced(self) -> dict[str, OperatorConfig]:
-        """Name -> operator of the layers that are replaced."""
+        """Return the operators of the layers that are replaced, by name."""
         return {name: layer.operator for name, layer in self.layers.items() if layer.operator is not None}
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Name -> the layer's values in a plan's file and in a report."""
+        """Return each layer's values in a plan's file and in a report, by name."""
         return {name: layer.to_dict() for name, layer in self.layers.items()}
 
     @property
     def parameters(self) -> int:
-        """Return parameters of the layers after compression."""
+        """Return the number of parameters of the layers after compression."""
         return sum(layer.parameters for layer in self.layers.values())
 
     @property
     def parameters_before(self) -> int:
-        """Return parameters of the layers before compression."""
+        """Return the number of parameters of the layers before compression."""
         return sum(layer.parameters_before for layer in self.layers.values())
 
     @property
@@ -84,11 +84,13 @@ class CompressPlan:
     def load(
         cls, path: str | Path, model: Any, stored: Callable[[str, OperatorConfig | None], float] | None = None
     ) -> CompressPlan:
-        """Return a plan from a file, perhaps edited: sizes are counted again; operators may be mappings or text.
+        """Read a plan from a file, which may have been edited.
+
+        Sizes are counted again. Operators may be mappings or text.
 
         Args:
             path: of the file. model: the original.
-            stored: bytes of a layer with an operator, if the reader's differ from relinear's.
+            stored: gives the bytes of a layer with an operator, if the reader's differ from relinear's.
 
         Raises:
             ValueError: if the file is not a plan, or names a layer that the model does not have or an operator that
@@ -122,7 +124,7 @@ class CompressPlan:
         return cls(plans)
 
     def table(self, in_bits: bool) -> str:
-        """Return a text table by type of layer, of bits per weight or of the share of parameters kept."""
+        """Return a text table by type of layer, with bits per weight or the share of parameters kept."""
         rows = [("layers", "count", "dense", "bits" if in_bits else "kept", "predicted nats")]
         for row in by_type(self.rows):
             nats = "" if row["nats"] is None else f"{row['nats']:.4f}"
@@ -132,7 +134,7 @@ class CompressPlan:
 
 
 def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for every type of layer (as ``LayerPlan.to_dict`` has them), and one for all."""
+    """Return a row for every type of layer, and one for all, from the layers' ``LayerPlan.to_dict``."""
     groups = grouped((layer_type(name), layer) for name, layer in layers.items())
     groups["all"] = list(layers.values())
     rows = []
