@@ -340,8 +340,9 @@ def test_a_token_through_quantized_decoder_layers_is_two_calls_a_layer(cache, an
     limits = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     limits |= {"attention_mask": (ids != 0).long(), "cache_implementation": cache}
     layer = relinear.for_inference_(model).model.layers[1]
-    before, *others = layer.forward.cache.get("layer", layer.forward._prepared)
-    layer.forward.cache._state[2]["layer"] = (lambda *given: calls.append(1) or before(*given), *others)
+    compiled = layer.forward.cache.get("calls", layer.forward._compiled_calls)
+    counted = compiled._replace(before_attention=lambda *given: calls.append(1) or compiled.before_attention(*given))
+    layer.forward.cache._state[2]["calls"] = counted
     tokens = model.generate(ids, **limits)
     assert len(calls) == 11
     hook = layer.mlp.up_proj.register_forward_hook(lambda *args: None)

@@ -139,7 +139,7 @@ def test_tokens_of_another_user_are_not_read(planted, give, tmp_path, monkeypatc
     folder, _ = entry()
     assert entry() == (folder, {"tokens": 3})
     give(tmp_path / "cache" / planted.replace("entry", folder.name), st_uid=OTHER)
-    monkeypatch.setattr(private_cache, "_read", lambda folder: pytest.fail("read"))
+    monkeypatch.setattr(private_cache, "_read_entry", lambda folder: pytest.fail("read"))
     with pytest.raises(
         OSError, match=r"belongs to another user .* set cache_dir or RELINEAR_CACHE to a folder of your own"
     ):
