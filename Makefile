@@ -108,7 +108,7 @@ docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: si
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 	$(BIN)/python docs/make/commands.py
 
-docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, docs/claims.md, tables of results/speed
+docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, docs/claims.md
 	$(BIN)/python docs/make
 
 pictures: ## the demo's report as README shows it, anew, after `make demo`: docs/pictures/demo-light.png and -dark.png
