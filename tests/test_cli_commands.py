@@ -299,7 +299,9 @@ def test_what_a_recipe_says_of_entries_goes_with_them(monkeypatch, tmp_path, cap
         assert capfd.readouterr().err == "error: enough\n"
     assert main(["compare", "-o", "dense", "-o", "low_rank:rank=48", "--match", "parameters"]) == 2
     assert main(["compare", "--recipe", "quick", "--match", "parameters"]) == 2
-    quick, claims, counted, equal, resized = asked
+    assert main(["compare", "-o", "Dense", "-o", "low_rank:rank=48", "--match", "parameters"]) == 2
+    quick, claims, counted, equal, resized, spelled = asked
+    assert spelled.entries["Dense"].resizing == "width"
     assert (quick.entries["dense"].resizing, resized.entries["dense"].resizing) == ("fixed", "width"), "by --match"
     assert (quick.match.by, quick.match.to) == ("parameters", None)
     assert (claims.match.to, claims.reference) == ("hdpl", "dense")

@@ -126,8 +126,7 @@ def _changed_settings(
 
     values = {} if recipe is None else read_recipe(recipe)
     change = apply_overrides if recipe is None else change_recipe
-    with_options = change(*_with_consequences(values, changes, operators, match, tune))
-    with_all = change(*_with_consequences(values, changes | set_changes, operators, match, tune))
+    settings = change(*_with_consequences(values, changes | set_changes, operators, match, tune))
 
     def is_valid(settings: dict[str, Any]) -> bool:
         try:
@@ -137,11 +136,12 @@ def _changed_settings(
         return True
 
     try:
-        return CompareSettings.load(with_all, recipe or "settings")
+        return CompareSettings.load(settings, recipe or "settings")
     except ValueError:
         if recipe is None or not is_valid(values):
             raise
-        return CompareSettings.load(with_all, "--set" if is_valid(with_options) else "command line")
+        with_options = change(*_with_consequences(values, changes, operators, match, tune))
+        return CompareSettings.load(settings, "--set" if is_valid(with_options) else "command line")
 
 
 def _with_consequences(
@@ -184,4 +184,6 @@ def _resizable(entry: Any) -> Any:
 
 def _dense_by_width(entry: Any) -> Any:
     """Return ``dense`` as an entry that is resized by its width to match the others; other entries unchanged."""
-    return {"resize": "width"} if entry == "dense" else entry
+    from relinear.contract.setting_text import keeps_layer
+
+    return {"resize": "width"} if isinstance(entry, str) and keeps_layer(entry) else entry

@@ -163,7 +163,8 @@ class Engine:
         """Return the last values in the metrics of a run."""
         rows = read_metrics(run.folder / "metrics.jsonl")
         if (seconds := pace(rows, run.settings)) is not None:
-            self._paces[run.folder] = seconds[0], run.settings.steps
+            whole_run, _ = seconds
+            self._paces[run.folder] = whole_run, run.settings.steps
         return {key: value for row in rows for key, value in row.items()}
 
     def _report_runs(self, runs: list[Run]) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from relinear.contract import plugins
 from relinear.contract.config import worker_environment
@@ -33,6 +33,14 @@ _SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _SECONDS_TO_SAVE = 60
 #: jobs in SLURM's queue at once, and how often one that was lost is submitted again
 _MAX_JOBS, _RETRIES = 256, 3
+
+
+class Placement(NamedTuple):
+    """Hold where runs are executed: arguments of ``compare``, which says what they mean."""
+
+    workers: int | None = None
+    executor: Executor | str | None = None
+    slurm: Mapping[str, Any] | None = None
 
 
 class InlineExecutor(Executor):

@@ -16,6 +16,7 @@ import numpy as np
 
 from relinear.analysis.report import analyses_blocks
 from relinear.compare import papers
+from relinear.compare.executors import Placement
 from relinear.compare.figures import loss_unit
 from relinear.compare.folder import RUNS
 from relinear.compare.gaps import gap, gap_of_means
@@ -74,17 +75,9 @@ class Replication:
             "tokens": f"{requirements['tokens']}, {self.shown_share}",
         }
 
-    def run(
-        self,
-        folder: Path,
-        on_progress: ProgressCallback,
-        workers: int | None = None,
-        executor: Executor | str | None = None,
-        slurm: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Train; ``workers``, ``executor`` and ``slurm`` as for ``compare``."""
-        folder /= papers.COMPARISON
-        compare(self.recipe, folder, workers=workers, executor=executor, slurm=slurm, on_progress=on_progress)
+    def run(self, folder: Path, on_progress: ProgressCallback, placement: Placement) -> None:
+        """Train the entries."""
+        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **placement._asdict())
 
     def section(self, folder: Path) -> Section:
         """Return its page: the paper compared with ours, then the comparison. Raises as ``replicate_section``."""
@@ -155,8 +148,9 @@ def replication(
                 "directory or Hub name, or leave --model out, which trains a small one first"
             )
         second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
-        check_value("seeds", tuple(seeds or [0]), Seeds)
-        return FitReplication(paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
+        fit_seeds = tuple(seeds or [0])
+        check_value("seeds", fit_seeds, Seeds)
+        return FitReplication(paper, paper.fits, request | {"seeds": list(fit_seeds), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
     settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
@@ -223,7 +217,7 @@ def replicate(
     folder = replication_folder(out_dir)
     with folder.open(plan.request, overwrite=overwrite):
         folder.write()
-        plan.run(folder.path, on_progress, workers, executor, slurm)
+        plan.run(folder.path, on_progress, Placement(workers, executor, slurm))
         return write_page(folder.path / papers.REPORT, [plan.section(folder.path)])
 
 
@@ -278,7 +272,7 @@ ANALYZED = {
 
 
 def _analyzed(run: Path, measure: str) -> Cell:
-    """Return the cell of a measure of ``ANALYSED``; a dash if there is no analysis, or none of this model."""
+    """Return the cell of a measure of ``ANALYZED``; a dash if there is no analysis, or none of this model."""
     name, keys, template = ANALYZED[measure]
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}

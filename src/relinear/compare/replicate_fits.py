@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import as_completed
 from inspect import isroutine
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +14,7 @@ import torch
 
 from relinear.compare import papers
 from relinear.compare.engine import Engine, Run
-from relinear.compare.executors import executor_at
+from relinear.compare.executors import Placement, executor_at
 from relinear.compare.figures import loss_unit
 from relinear.compare.gaps import gap_of_means
 from relinear.compare.match import measure_size
@@ -150,15 +150,9 @@ class FitReplication:
     def _model(self) -> str:
         return self.fits.model if self.request["model"] == papers.PAPER else self.request["model"]
 
-    def run(
-        self,
-        folder: Path,
-        on_progress: ProgressCallback,
-        workers: int | None = None,
-        executor: Executor | str | None = None,
-        slurm: Mapping[str, Any] | None = None,
-    ) -> None:
+    def run(self, folder: Path, on_progress: ProgressCallback, placement: Placement) -> None:
         """Train the decoder unless one is named, then make the remaining fits."""
+        workers, executor, slurm = placement
         first, second = self._texts
         if second is None:
             second = str(folder / SECOND)
