@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.bench.operators import Case, bench_case
+from relinear.bench.operators import TimedCase, bench_case
 from relinear.bench.run import BenchSettings, merge_runs
 from relinear.contract.operator import OperatorConfig
 from relinear.deprecated import with_new_columns
 from relinear_cli.main import main
 
-CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
+CASE = TimedCase(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
 
 
 def test_contenders_that_are_wrong_are_reported_and_the_others_timed():

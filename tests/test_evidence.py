@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from conftest import REPOSITORY, mostly_slow
 from relinear.compare import gaps
 from relinear.compare.figures import series
-from relinear.compare.settings import Match, Plan, read_plan
+from relinear.compare.settings import ComparisonPlan, Match, read_plan
 from relinear.contract import config as registry
 from relinear.deprecated import RENAMED_SETTINGS
 from relinear.system.confidence import half_width, seeds_needed, t_quantile
@@ -101,8 +101,8 @@ PLAN = {
     "command": "relinear compare",
     "effect": 0.2,
     "effect_from": "Table 1",
-    "spread": 0.03,
-    "spread_from": "three seeds",
+    "std": 0.03,
+    "std_from": "three seeds",
     "budget": "a minute",
     "stopping": "at the end",
     "comparison": {"entries": {"dense": "dense", "low_rank": "low_rank:rank=1"}, "seeds": [0, 1, 2]},
@@ -110,11 +110,17 @@ PLAN = {
 
 
 def test_a_plan_needs_the_seeds_of_its_power_or_a_reason():
-    assert Plan.load(PLAN).seeds_needed == 3
+    assert ComparisonPlan.load(PLAN).seeds_needed == 3
     few = PLAN | {"comparison": PLAN["comparison"] | {"seeds": [0, 1]}}
     with pytest.raises(ValueError, match="use 3, or say why not as without_power"):
-        Plan.load(few)
-    assert Plan.load(few | {"without_power": "hours of a core"}).comparison.seeds == (0, 1)
+        ComparisonPlan.load(few)
+    assert ComparisonPlan.load(few | {"without_power": "hours of a core"}).comparison.seeds == (0, 1)
+
+
+def test_a_plan_of_an_earlier_version_says_spread():
+    earlier = {{"std": "spread", "std_from": "spread_from"}.get(key, key): value for key, value in PLAN.items()}
+    with pytest.warns(DeprecationWarning, match="spread has a new name: std"):
+        assert ComparisonPlan.load(earlier) == ComparisonPlan.load(PLAN)
 
 
 @pytest.mark.parametrize("more", [["--set", "train.steps=3"], ["-o", "hdpl"], ["--tune"], ["--recipe", "quick"]])

@@ -32,7 +32,7 @@ def serve(threads: int) -> None:
         asked = json.loads(line)
         if "case" in asked:
             name, *sizes, dtype, phase = asked["case"]
-            case = bench.Case(*sizes, getattr(torch, dtype), "eager", phase)
+            case = (getattr(bench, "TimedCase", None) or bench.Case)(*sizes, getattr(torch, dtype), "eager", phase)
             torch.manual_seed(0)
             build_layer = torch.nn.Linear if name == "dense" else OperatorConfig.read(name).build
             module = build_layer(*sizes[:2], bias=False).to(case.dtype)

@@ -188,7 +188,11 @@ def overwriting(overwrite: bool, resume: bool | None) -> bool:
 
 
 #: class of settings -> key of 0.2 -> its name now
-RENAMED_SETTINGS = {"CompressSettings": {"menu": "candidates"}, "TrainSettings": {"model_start": "model_init"}}
+RENAMED_SETTINGS = {
+    "ComparisonPlan": {"spread": "std", "spread_from": "std_from"},
+    "CompressSettings": {"menu": "candidates"},
+    "TrainSettings": {"model_start": "model_init"},
+}
 
 
 def with_new_keys(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:

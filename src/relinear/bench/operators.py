@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class TimedCase:
     """Hold what is timed: shape, tokens, dtype, mode and pass; all contenders run the same case.
 
     Args:
@@ -58,7 +58,7 @@ def _with_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.Abstr
 
 
 @torch.no_grad()
-def _relative_error(module: nn.Module, case: Case) -> float:
+def _relative_error(module: nn.Module, case: TimedCase) -> float:
     """Return the relative error of the forward pass against a float64 copy: the check before timing."""
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
     values = _context_values([module.eval()], x.shape[0])
@@ -71,7 +71,7 @@ def _relative_error(module: nn.Module, case: Case) -> float:
     return float((output - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _call(module: nn.Module, case: Case) -> Callable[[], object]:
+def _call(module: nn.Module, case: TimedCase) -> Callable[[], object]:
     """Return a function that runs one contender: forward only, or forward and backward to input and parameters."""
     x = torch.randn(case.tokens, case.in_features).to(case.dtype)
     run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
@@ -94,7 +94,7 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
 
 
 def bench_case(
-    case: Case,
+    case: TimedCase,
     operators: Sequence[tuple[str, OperatorConfig]],
     *,
     rounds: int = 15,
@@ -128,7 +128,7 @@ def bench_case(
     return [_row(name, case, timing) for name, timing in timings.items()] + failed
 
 
-def _row(contender: str, case: Case, timing: Timing | None, error: str | None = None) -> dict[str, Any]:
+def _row(contender: str, case: TimedCase, timing: Timing | None, error: str | None = None) -> dict[str, Any]:
     """Return the row of one contender in one case; one that failed the correctness check has ``error`` and no times."""
     row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
     row |= {} if timing is None else dataclasses.asdict(timing)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import AfterValidator, Field
 
-from relinear.bench.operators import Case, Mode, Pass, bench_case
+from relinear.bench.operators import Mode, Pass, TimedCase, bench_case
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
@@ -105,7 +105,7 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     combinations = itertools.product(
         map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens
     )
-    cases = [Case(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in combinations]
+    cases = [TimedCase(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in combinations]
     for number, case in enumerate(cases):
         print(f"{number}/{len(cases)}  {case}", flush=True)  # _measure_in_process reads it
         rows += bench_case(case, operators, rounds=settings.rounds)
@@ -178,7 +178,7 @@ def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCal
 
 
 def _contender_and_case(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (row["contender"], *(row[field.name] for field in fields(Case)))
+    return (row["contender"], *(row[field.name] for field in fields(TimedCase)))
 
 
 def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

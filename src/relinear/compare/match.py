@@ -26,7 +26,7 @@ _WIDTH_FACTOR = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Hold a model's parameters and forward FLOPs per token, and its file's bytes if it is stored in few bits.
 
     inactive_*: what one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
@@ -52,7 +52,7 @@ class Planned:
 
     name: str
     settings: TrainSettings
-    size: Size
+    size: ModelSize
     size_mismatch: float | None
     candidates: tuple["Planned", ...] = ()
 
@@ -69,12 +69,12 @@ def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
         return build_model(settings, vocab_size)
 
 
-def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
+def measure_size(settings: TrainSettings, vocab_size: int | None) -> ModelSize:
     """Return parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
     model = skeleton(settings, vocab_size)
     table = summary(model)
     stored = packed_bytes(model, settings.bits) if settings.bits else 0
-    return Size(table.parameters, table.flops_per_token, stored, table.inactive_parameters, table.inactive_flops)
+    return ModelSize(table.parameters, table.flops_per_token, stored, table.inactive_parameters, table.inactive_flops)
 
 
 def matched(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relinear.compare.entry import least_runs
-from relinear.compare.match import Planned, Size, measure_size, plan_comparison
+from relinear.compare.match import ModelSize, Planned, measure_size, plan_comparison
 from relinear.compare.report import number
 from relinear.compare.run import runs_at_once
 from relinear.compare.series import recipes_of_series
@@ -94,7 +94,7 @@ def _time_text(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None,
     return f"{duration(seconds)}, by steps timed now{evaluation}"
 
 
-def _parameter_text(sizes_by_name: dict[str, list[Size]]) -> str:
+def _parameter_text(sizes_by_name: dict[str, list[ModelSize]]) -> str:
     """Return parameters and FLOPs of each model, least to most if it has several sizes."""
     return "; ".join(
         f"{name} {_range([size.parameters for size in sizes])} "

@@ -442,7 +442,7 @@ def scaled_run(settings: TrainSettings, ratio: float) -> TrainSettings:
 _NonEmpty = Field(min_length=1)
 
 
-class Plan(Settings):
+class ComparisonPlan(Settings):
     """Plan a comparison. Gaps are in nats per token.
 
     Attributes:
@@ -450,11 +450,11 @@ class Plan(Settings):
         command: that runs it.
         effect: the gap that is looked for; "not seen" takes a half-width below half of it.
         effect_from: where it comes from.
-        spread: standard deviation over seeds of the paired differences, if known.
-        spread_from: where it was seen.
+        std: standard deviation over seeds of the paired differences, if known.
+        std_from: where it was seen.
         budget: what the runs may take.
         stopping: when the runs end, and what counts if they are cut off.
-        without_power: why there are fewer seeds than effect and spread take; the rows then say "no power".
+        without_power: why there are fewer seeds than effect and std take; the rows then say "no power".
         comparison: the recipe: arms, settings, grid and seeds.
     """
 
@@ -462,19 +462,19 @@ class Plan(Settings):
     command: str = _NonEmpty
     effect: PositiveFloat
     effect_from: str = _NonEmpty
-    spread: PositiveFloat
-    spread_from: str = _NonEmpty
+    std: PositiveFloat
+    std_from: str = _NonEmpty
     budget: str = _NonEmpty
     stopping: str = _NonEmpty
     without_power: str = ""
     comparison: CompareSettings
 
     @model_validator(mode="after")
-    def _has_power(self) -> Plan:
+    def _has_power(self) -> ComparisonPlan:
         count = len(self.comparison.seeds)
         if count < self.seeds_needed and not self.without_power:
             raise ValueError(
-                f"{count} seeds cannot detect an effect of {self.effect:g} at a spread of {self.spread:g}; use "
+                f"{count} seeds cannot detect an effect of {self.effect:g} at a std of {self.std:g}; use "
                 f"{self.seeds_needed}, or say why not as without_power"
             )
         return self
@@ -482,10 +482,10 @@ class Plan(Settings):
     @property
     def seeds_needed(self) -> int:
         """Return seeds that bring the half-width below half of the effect."""
-        return seeds_needed(self.effect, self.spread)
+        return seeds_needed(self.effect, self.std)
 
 
-def read_plan(path: str | Path) -> Plan:
+def read_plan(path: str | Path) -> ComparisonPlan:
     """Return a checked plan; the file's name is the default name of the comparison.
 
     Raises:
@@ -495,4 +495,4 @@ def read_plan(path: str | Path) -> Plan:
     values: dict[str, Any] = read_yaml(path)
     if isinstance(recipe := values.get("comparison"), dict):
         values["comparison"] = {"name": Path(path).stem} | recipe
-    return Plan.load(values, str(path))
+    return ComparisonPlan.load(values, str(path))

@@ -84,7 +84,7 @@ def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
     return chosen
 
 
-class Size(NamedTuple):
+class LayerSize(NamedTuple):
     """Hold the cost of a layer: its parameters and its stored bytes."""
 
     parameters: int
@@ -103,16 +103,16 @@ def stored_bytes(module: nn.Module) -> int:
     return sum(t.numel() * min(t.element_size(), widest[t.is_floating_point()]) for t in distinct)
 
 
-def size_of(module: Any, config: OperatorConfig | None = None) -> Size:
+def size_of(module: Any, config: OperatorConfig | None = None) -> LayerSize:
     """Return the size of a linear layer's replacement; None leaves the layer. Raises ValueError if it does not fit."""
     if config is None:
-        return Size(module_parameters(module), stored_bytes(module))
+        return LayerSize(module_parameters(module), stored_bytes(module))
     bias = getattr(module, "bias", None) is not None
     return _built(config, *linear_features(module), bias, next(module.parameters()).dtype)
 
 
 @functools.lru_cache(maxsize=100_000)
-def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> Size:
+def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> LayerSize:
     return size_of(config.build(in_features, out_features, bias, device="meta", dtype=dtype))
 
 

@@ -46,7 +46,7 @@ _Block = tuple[Excerpt, list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class CompressionData:
     """Hold token ids (N, T) for calibration, healing and evaluation, and other evaluation texts by name.
 
     unseen: whether the blocks for evaluation are in none of the others. excerpts, evaluation_excerpts: where the blocks
@@ -102,7 +102,7 @@ ONE_KIND = (
 
 
 @torch.no_grad()
-def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Corpus:
+def with_sampled_text(corpus: CompressionData, model: Any, folder: Path, seed: int) -> CompressionData:
     """Return a corpus of one kind with every second block of its calibration written by the model, as another kind.
 
     The model continues the first token of the block, at temperature 1. Its text is stored in ``folder``.
@@ -225,7 +225,7 @@ def read_corpus(
     tokenizer: Any,
     settings: CompressSettings,
     plan_only: bool,
-) -> Corpus:
+) -> CompressionData:
     """Return the corpus; if no text remains to evaluate on, the last calibration blocks are used.
 
     Several corpora give a block each in turns.
@@ -257,7 +257,7 @@ def read_corpus(
     calibration, unseen = calibration[:count], bool(evaluation)
     evaluation = evaluation[:evaluation_count] or calibration[len(calibration) - evaluation_count :]
     excerpts, evaluation_excerpts = (tuple(excerpt for excerpt, _ in part) for part in (calibration, evaluation))
-    return Corpus(
+    return CompressionData(
         _stack(calibration, length),
         _stack(healing[:healing_count], length),
         _stack(evaluation, length),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compression.budget import Budget
-from relinear.compression.corpus import Corpus
+from relinear.compression.corpus import CompressionData
 from relinear.compression.healing import HealReport
 from relinear.compression.plan import CompressPlan, by_type
 from relinear.contract.operator import OperatorConfig
@@ -44,7 +44,7 @@ class CompressReport:
     bytes_before: int
     file: str
     file_bytes: int | None
-    corpus: Corpus
+    corpus: CompressionData
     model: str
     healing: HealReport | None
     budget: Budget | None

@@ -18,7 +18,7 @@ from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import Calibration, StageCallback
 from relinear.compression.candidates import SearchSpace, fit_layers_
 from relinear.compression.checksums import is_edited
-from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
+from relinear.compression.corpus import CompressionData, read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import compared, observe
 from relinear.compression.healing import HealReport, heal, original_copy
 from relinear.compression.plan import CompressPlan
@@ -243,7 +243,7 @@ class _Job:
                 corpus = with_sampled_text(corpus, self.model, self.folder / "calibration", self.settings.seed)
             return self._run(corpus, plan_only, report)
 
-    def _run(self, corpus: Corpus, plan_only: bool, on_progress: StageCallback) -> CompressReport:
+    def _run(self, corpus: CompressionData, plan_only: bool, on_progress: StageCallback) -> CompressReport:
         """Run the steps; write each result to the folder at once."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.reset()
@@ -312,7 +312,7 @@ class _Job:
         return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
     def _make(
-        self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, on_progress: StageCallback
+        self, corpus: CompressionData, calibration: Calibration, plan: CompressPlan, on_progress: StageCallback
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Apply the plan and heal; compare the result with the original if the settings say so."""
         settings = self.settings

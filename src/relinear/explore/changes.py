@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relinear.activations.hook_points import Intervention, hook_points
 from relinear.activations.interventions import Add, Clamp, Patch
-from relinear.explore.subject import SHOWN, Subject
+from relinear.explore.subject import SHOWN, ExploredModel
 from relinear.explore.units import values_of
 
 #: the most tokens to generate after a text
@@ -51,7 +51,7 @@ class Change(NamedTuple):
         return f"{{{self.point!r}: relinear.activations.{call}}}"
 
 
-def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
+def try_change(subject: ExploredModel, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
     """Return the effect of a change of a unit on the next token and on generated text, compared with a control.
 
     The control is a random other unit that is moved equally far, in its own standard deviations.
@@ -77,7 +77,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
 
 
-def _control(subject: Subject, change: Change, seed: int) -> Change | None:
+def _control(subject: ExploredModel, change: Change, seed: int) -> Change | None:
     """Return the same change (in standard deviations) of a control unit; None if there is none."""
     control = subject.control_of(change.point, change.unit, seed)
     if control is None:
@@ -91,7 +91,7 @@ def _control(subject: Subject, change: Change, seed: int) -> Change | None:
     return Change(*control, change.action, value)
 
 
-def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _side_by_side(subject: ExploredModel, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the probabilities of the tokens that are likely with or without the change, and the generated texts."""
     before = sides["before"]["shares"]
     likely = _likeliest([side["shares"] for side in sides.values()])
@@ -108,7 +108,7 @@ def _likeliest(shares: Sequence[Tensor]) -> list[int]:
     return tokens[shares[0][tokens].sort(descending=True).indices].tolist()
 
 
-def code(subject: Subject, text: str, change: Change, new: int) -> str:
+def code(subject: ExploredModel, text: str, change: Change, new: int) -> str:
     """Return a program that repeats a change."""
     program = resources.files("relinear.explore").joinpath("change.txt").read_text(encoding="utf-8")
     values = {"path": subject.path, "tokenizer": subject.tokenizer.name_or_path, "text": text, "new": new}
@@ -117,7 +117,7 @@ def code(subject: Subject, text: str, change: Change, new: int) -> str:
     return Template("\n".join(lines)).substitute(shown, padding=subject.padding()) + "\n"
 
 
-def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
+def effect(subject: ExploredModel, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
     """Return a unit's effect on the next token where it is highest, compared with the same texts with it at its mean.
 
     The control is a random other unit that is set to its mean on the same texts.
@@ -142,7 +142,7 @@ def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, 
     return answer | {"texts": len(ids), "control_unit": control}
 
 
-def _effect_of(subject: Subject, whole: Tensor, without: Tensor) -> dict[str, Any]:
+def _effect_of(subject: ExploredModel, whole: Tensor, without: Tensor) -> dict[str, Any]:
     """Return the mean divergence (nats), and the tokens whose probability the unit raises and lowers most."""
     change = (whole - without).mean(0)
     count = min(SHOWN // 2, len(change))
@@ -166,7 +166,7 @@ def divergence(before: Tensor, after: Tensor) -> float:
 _CONTEXT = "transformer.context"
 
 
-def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
+def prefix_view(subject: ExploredModel, prefix: str, text: str) -> dict[str, Any]:
     """Return the model specialised to ``prefix`` compared with the unspecialised one, as JSON values.
 
     Returns:

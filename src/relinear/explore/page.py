@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relinear.explore.changes import ACTIONS, MOST_NEW_TOKENS, effect
-from relinear.explore.subject import Subject
+from relinear.explore.subject import ExploredModel
 from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
 from relinear.pages.page import render
@@ -35,7 +35,9 @@ def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
     return _page(overviews, _LIVE, {"models": list(overviews)})
 
 
-def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: ProgressCallback = no_progress) -> str:
+def static_page(
+    subjects: Sequence[ExploredModel], effects: int = 0, on_progress: ProgressCallback = no_progress
+) -> str:
     """Return the page that contains the indices of the subjects.
 
     Args:
@@ -70,7 +72,7 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
     return render([Section(title, "explore", [Part(_TEMPLATE, {"how": help_text, "data": whole})])])
 
 
-def _most_varying(subject: Subject, count: int) -> list[tuple[str, int]]:
+def _most_varying(subject: ExploredModel, count: int) -> list[tuple[str, int]]:
     """Return up to ``count`` units, from all hook points in turn, those with the largest standard deviation first."""
     std = subject.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
@@ -81,7 +83,7 @@ def _most_varying(subject: Subject, count: int) -> list[tuple[str, int]]:
     return [(point, unit) for _, point, unit in units[:count]]
 
 
-def _encoded_index(subject: Subject) -> dict[str, Any]:
+def _encoded_index(subject: ExploredModel) -> dict[str, Any]:
     """Encode an index for the page: little-endian numbers in base64, and the texts of the tokens that occur."""
     index = subject.index
     return {

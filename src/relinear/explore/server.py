@@ -19,13 +19,13 @@ from pydantic import ConfigDict, StrictFloat, ValidationError, validate_call
 from relinear.contract.messages import quoted, validation_message
 from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
-from relinear.explore.subject import Subject
+from relinear.explore.subject import ExploredModel
 
 #: the most bytes of a request
 LARGEST_BODY = 1 << 20
 
 
-def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
+def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[ExploredModel]) -> Any:
     """Call a function on the subject that a request names, with its values converted to the parameters' types."""
     number = str(values.get("model", 0))
     if number not in map(str, range(len(subjects))):
@@ -38,25 +38,32 @@ def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Seq
         raise ValueError(validation_message(error)) from None
 
 
-def _unit(subject: Subject, point: str, unit: int, seed: int = 0) -> Any:
+def _unit(subject: ExploredModel, point: str, unit: int, seed: int = 0) -> Any:
     control = subject.control_of(point, unit, seed)
     return {"unit": subject.unit(point, unit), "control": control and subject.unit(*control)}
 
 
 def _change(
-    subject: Subject, text: str, point: str, unit: int, action: str, value: StrictFloat, new: int = 30, seed: int = 0
+    subject: ExploredModel,
+    text: str,
+    point: str,
+    unit: int,
+    action: str,
+    value: StrictFloat,
+    new: int = 30,
+    seed: int = 0,
 ) -> Any:
     return try_change(subject, text, Change(point, unit, action, value), new, seed)
 
 
 #: (method, path) -> the function that answers it; GET reads the index, POST runs the model
 _ROUTES: dict[tuple[str, str], Callable[..., Any]] = {
-    ("GET", "/api/units"): Subject.units,
+    ("GET", "/api/units"): ExploredModel.units,
     ("GET", "/api/unit"): _unit,
-    ("GET", "/api/search"): Subject.search,
-    ("GET", "/api/text"): Subject.text,
-    ("POST", "/api/colour"): Subject.color,
-    ("POST", "/api/next"): Subject.next_token,
+    ("GET", "/api/search"): ExploredModel.search,
+    ("GET", "/api/text"): ExploredModel.text,
+    ("POST", "/api/colour"): ExploredModel.color,
+    ("POST", "/api/next"): ExploredModel.next_token,
     ("POST", "/api/change"): _change,
     ("POST", "/api/effect"): effect,
     ("POST", "/api/prefix"): prefix_view,
@@ -73,7 +80,7 @@ class _RequestError(Exception):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    subjects: Sequence[Subject]
+    subjects: Sequence[ExploredModel]
     page: bytes
     policy: str
     #: the host name that this server answers to, besides IP addresses
@@ -183,7 +190,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def make_server(subjects: Sequence[Subject], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
+def make_server(subjects: Sequence[ExploredModel], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
     """Return a server of the page about ``subjects``; ``serve_forever`` answers at its ``server_address``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Hold a model with its index of units (``Subject``), and compute the answers to the explore page's requests."""
+"""Hold a model with its index of units (``ExploredModel``), and compute the answers to the explore page's requests."""
 
 # Legend: T tokens, R units of a hook point, V vocabulary
 
@@ -35,7 +35,7 @@ SHOWN = 10
 
 
 @dataclasses.dataclass(eq=False)
-class Subject:
+class ExploredModel:
     """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
     Args:
@@ -247,7 +247,7 @@ def prepare_subject(
     wanted: Sequence[str] = (),
     folder: Path | None = None,
     on_progress: ProgressCallback = no_progress,
-) -> Subject:
+) -> ExploredModel:
     """Return the model with its index: the saved one if it was built from the same inputs, else a new one.
 
     Args:
@@ -281,7 +281,7 @@ def prepare_subject(
         index_folder(folder).check_ours()
         index = index_units(model, ids, points, made_from, on_progress)
         index.save(folder)
-    return Subject(name, model, tokenizer, points, index)
+    return ExploredModel(name, model, tokenizer, points, index)
 
 
 def _default_folder(name: str) -> Path:
