@@ -19,6 +19,7 @@ RECORDS = {
     "bytes/sizes.json": "",
     "bytes/three_bits.json": ", all in 3 bits",
     "bytes/larger.json": ", all in 3 bits",
+    "bytes/one_megabyte.json": ", all in 3 bits",
 }
 #: bits of a weight in the lines over sizes
 BITS = 3
