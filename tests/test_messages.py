@@ -52,12 +52,12 @@ from relinear_cli.terminal import fitted
         ),
         (
             ["compare", "-o", "dense", "--set", "speed=false"],
-            ["settings: speed must be a mapping of settings, got False"],
+            ["command line: speed must be a mapping of settings, got False"],
         ),
-        (["compare", "-o", "dense", "--seeds", "-1"], ["settings: seeds.0 must be at least 0, got -1\n"]),
+        (["compare", "-o", "dense", "--seeds", "-1"], ["command line: seeds.0 must be at least 0, got -1\n"]),
         (
             ["compare", "--recipe", "quick", "--seeds", "0", "--set", "tune.learning_rates=[x]"],
-            ["error: --set: tune.learning_rates.0 must be a number, got 'x'\n"],
+            ["error: command line: tune.learning_rates.0 must be a number, got 'x'\n"],
         ),
         (
             ["compare", "--recipe", "quick", "--seeds", "-1"],

@@ -1,6 +1,5 @@
 """``relinear compare``: compare operators under one budget."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,8 +80,8 @@ def command(
         "train.compile": compile,
         "train.threads": threads,
     }
-    changes, set_changes = options.chosen_settings(chosen, None), options.chosen_settings({}, overrides)
-    if plan is not None and (recipe is not None or operators or tune or changes or set_changes):
+    changes = options.chosen_settings(chosen, overrides)
+    if plan is not None and (recipe is not None or operators or tune or changes):
         raise ValueError("--plan fixes all settings: combine it only with --out, --workers and --executor")
     placement = options.placement(workers, executor, slurm, partition)
     if plan is recipe is None and not operators:
@@ -90,7 +89,7 @@ def command(
     if plan is not None:
         settings = read_plan(plan).comparison
     else:
-        settings = _changed_settings(recipe, changes, set_changes, operators, match, tune)
+        settings = _changed_settings(recipe, changes, operators, match, tune)
     options.prepare_process()
     if dry_run or comparison_folder(out).check(settings.model_dump(mode="json"), overwrite=overwrite) is None:
         print_requirements(compare_requirements(settings, workers, timed=executor is None))
@@ -107,83 +106,49 @@ def command(
 
 
 def _changed_settings(
-    recipe: str | None,
-    changes: dict[str, Any],
-    set_changes: dict[str, Any],
-    operators: list[str] | None,
-    match: str | None,
-    tune: bool,
+    recipe: str | None, changes: dict[str, Any], operators: list[str] | None, match: str | None, tune: bool
 ) -> "CompareSettings":
-    """Return a recipe's settings with those of the command line; an error names the part with the wrong value.
+    """Return a recipe's settings (None: the defaults) with those of the command line.
 
     Args:
-        recipe: by name or file; None starts from the defaults.
-        changes: of settings, by options. set_changes: by ``--set``, which has precedence.
+        recipe: by name or file.
+        changes: of settings, by dotted name.
         operators, match, tune: options that change more than the setting of their name.
     """
-    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe, without_key
     from relinear.compare.settings import CompareSettings
 
-    values = {} if recipe is None else read_recipe(recipe)
-    change = apply_overrides if recipe is None else change_recipe
-    settings = change(*_with_consequences(values, changes | set_changes, operators, match, tune))
-
-    def is_valid(settings: dict[str, Any]) -> bool:
-        try:
-            CompareSettings.load(settings)
-        except ValueError:
-            return False
-        return True
-
-    try:
-        return CompareSettings.load(settings, recipe or "settings")
-    except ValueError:
-        if recipe is None or not is_valid(values):
-            raise
-        with_options = change(*_with_consequences(values, changes, operators, match, tune))
-        return CompareSettings.load(settings, "--set" if is_valid(with_options) else "command line")
-
-
-def _with_consequences(
-    values: dict[str, Any], changes: dict[str, Any], operators: list[str] | None, match: str | None, tune: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a recipe's values without what contradicts the options, and the changes with what follows from them."""
-    from relinear.compare.recipe import without_key
-
-    if match == "bytes" and "entries" in values:
-        values = {**values, "entries": _changed_entries(values["entries"], _resizable)}
+    as_written = values = {} if recipe is None else read_recipe(recipe)
     if operators:  # they replace the recipe's entries, and settings that name one of those
         entries = options.named_entries(operators)
-        changes = {"entries": dict(entries)} | changes
-        named = {"reference": values.get("reference")}
-        if isinstance(values.get("match"), dict):
-            named["match.to"] = values["match"].get("to")
-        for key, name in named.items():
+        changes = {"entries": entries} | changes
+        target = values["match"].get("to") if isinstance(values.get("match"), dict) else None
+        for key, name in (("reference", values.get("reference")), ("match.to", target)):
             if isinstance(name, str) and name not in entries:
                 values = without_key(values, key)
-    if match in ("parameters", "flops"):
-        if "entries" in changes:
-            changes = {**changes, "entries": _changed_entries(changes["entries"], _dense_by_width)}
-        elif "entries" in values:
-            values = {**values, "entries": _changed_entries(values["entries"], _dense_by_width)}
     if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
         changes = {"tune": {}} | changes
-    return values, changes
+    values, changes = _resized(values, match), _resized(changes, match)
+    try:
+        changed = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
+        return CompareSettings.load(changed, "command line")
+    except ValueError:
+        if recipe is not None:
+            CompareSettings.load(as_written, recipe)  # names the recipe if the fault is its own
+        raise
 
 
-def _changed_entries(entries: Any, change: Callable[[Any], Any]) -> Any:
-    """Return every entry changed; what is no mapping is refused with the other settings."""
-    return {name: change(entry) for name, entry in entries.items()} if isinstance(entries, dict) else entries
-
-
-def _resizable(entry: Any) -> Any:
-    """Return an entry that may be resized: "fixed" is said for the recipe's own match."""
-    is_fixed = isinstance(entry, dict) and entry.get("resize") == "fixed"
-    return {key: value for key, value in entry.items() if key != "resize"} if is_fixed else entry
-
-
-def _dense_by_width(entry: Any) -> Any:
-    """Return ``dense`` as an entry that is resized by its width to match the others; other entries unchanged."""
+def _resized(values: dict[str, Any], match: str | None) -> dict[str, Any]:
+    """Return ``values`` with entries that ``--match`` may resize, whatever the recipe's own match may."""
     from relinear.contract.setting_text import keeps_layer
 
-    return {"resize": "width"} if isinstance(entry, str) and keeps_layer(entry) else entry
+    def resized(entry: Any) -> Any:
+        if match == "bytes" and isinstance(entry, dict) and entry.get("resize") == "fixed":
+            return {key: value for key, value in entry.items() if key != "resize"}
+        by_width = match in ("parameters", "flops") and isinstance(entry, str) and keeps_layer(entry)
+        return {"resize": "width"} if by_width else entry
+
+    entries = values.get("entries")
+    if not isinstance(entries, dict):
+        return values
+    return values | {"entries": {name: resized(entry) for name, entry in entries.items()}}
