@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +25,13 @@ from relinear.contract.config import worker_environment
 from relinear.system.allocator import tune_allocator
 from relinear.system.signals import Terminated
 
-_CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+_CONTEXT: Any = multiprocessing.get_context("forkserver")
 _QUIET_ENV = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 #: for the process that all others are forked from: torch then looks for GPUs without CUDA, which survives no fork
 _SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: seconds that a process has to save its state after a SIGTERM
 _SECONDS_TO_SAVE = 60
-#: jobs in SLURM's queue at once, and how often one that was lost is submitted again
+#: jobs of SLURM or Dask at once, and how often one that was lost is submitted again
 _MAX_JOBS, _RETRIES = 256, 3
 
 
@@ -57,7 +57,7 @@ class InlineExecutor(Executor):
 
 
 class _ThreadPerCall(ThreadPoolExecutor):
-    """Wait in one thread per call, which runs elsewhere; an exception in the block ends all calls."""
+    """Wait in one thread per call, which runs elsewhere; calls that still run when the block ends are ended."""
 
     #: run one call and return its result; end all of them
     call: Callable[..., Any]
@@ -66,11 +66,10 @@ class _ThreadPerCall(ThreadPoolExecutor):
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
         return super().submit(self.call, function, *arguments, **options)
 
-    def __exit__(self, exc_type: Any, *rest: Any) -> Any:
-        if exc_type is not None:
-            self.shutdown(wait=False, cancel_futures=True)
-            self.end()
-        return super().__exit__(exc_type, *rest)
+    def __exit__(self, *error: Any) -> Any:
+        self.shutdown(wait=False, cancel_futures=True)
+        self.end()
+        return super().__exit__(*error)
 
 
 class ProcessExecutor(_ThreadPerCall):
@@ -79,13 +78,13 @@ class ProcessExecutor(_ThreadPerCall):
     def __init__(self, workers: int = 1, log: Path | None = None) -> None:
         super().__init__(workers)
         self._log, self._running, self._ended = log, set[Any](), False
-        self._starting = threading.RLock()
+        self._starting = threading.RLock()  # SLURM's signal may call ``end`` in the midst of ``call``
 
     def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Run the function in a new process and return its result; its exceptions are raised here.
 
         Raises:
-            ChildProcessError: if the process was killed.
+            ChildProcessError: if the process ended without a result.
         """
         receive, send = _CONTEXT.Pipe(duplex=False)
         variables = dict(os.environ) | _QUIET_ENV | worker_environment()
@@ -101,11 +100,10 @@ class ProcessExecutor(_ThreadPerCall):
             error, result = receive.recv()
         except EOFError:
             process.join()
-            raise _process_error(process.exitcode, self._log) from None
-        finally:
-            receive.close()
-            self._running.discard(process)
+            error, result = _lost_process_error(process.exitcode, self._log), None
+        receive.close()
         process.join()
+        self._running.discard(process)
         if error is not None:
             raise error
         return result
@@ -124,17 +122,14 @@ class ProcessExecutor(_ThreadPerCall):
 
 def _start_server() -> None:
     """Start the process that imports everything once and is forked for every call."""
-    if _CONTEXT.get_start_method() == "forkserver":
-        from multiprocessing import forkserver
-
-        _CONTEXT.set_forkserver_preload(["relinear.training.run", "relinear.compare.speed"])
-        before = dict(os.environ)
-        os.environ.update(_QUIET_ENV | _SERVER_ENV | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+    _CONTEXT.set_forkserver_preload(["relinear.training.run", "relinear.compare.speed"])
+    before = dict(os.environ)
+    os.environ.update(_QUIET_ENV | _SERVER_ENV | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(
@@ -162,33 +157,24 @@ def _serve(
     send.send(answer)
 
 
-def _process_error(code: int | None, log: Path | None) -> Exception:
-    """Return the error for a process that ended without a result."""
+def _lost_process_error(code: int | None, log: Path | None) -> ChildProcessError:
     log_hint = "" if log is None else f"; see {log}"
-    if code == -signal.SIGKILL:
-        return ChildProcessError(
-            "the process of the run was killed, most likely for want of memory; what is done is kept, and the same "
-            f"command goes on where more memory is free, or with fewer --workers{log_hint}"
-        )
-    return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}){log_hint}")
-
-
-def _import_extra(name: str, extra: str) -> Any:
-    """Import an optional package; the error for a missing one names the ``extra`` that installs it."""
-    try:
-        return import_module(name)
-    except ImportError:
-        raise ImportError(f"this executor needs {name}: pip install 'relinear[{extra}]'") from None
+    return ChildProcessError(
+        f"the process of the run ended without a result (exit code {code}), most likely killed for want of memory; "
+        f"start the same command again where more is free, or with fewer --workers{log_hint}"
+    )
 
 
 @dataclasses.dataclass
-class SlurmJob:
-    """Run a call in a job; before SLURM ends it, the process saves its state and the job is queued again."""
+class Job:
+    """Run a call in a process on another machine, which saves its state before SLURM ends the job."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def __call__(self) -> Any:
+        # Dask's workers are daemons, and multiprocessing refuses them children; these end with their parent
+        multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
         self.executor = ProcessExecutor()
         return self.executor.call(self.function, *self.arguments)
 
@@ -197,25 +183,26 @@ class SlurmJob:
         from submitit.helpers import DelayedSubmission
 
         self.executor.end()
-        return DelayedSubmission(SlurmJob(self.function, self.arguments))
+        return DelayedSubmission(Job(self.function, self.arguments))
 
 
 class Slurm(_ThreadPerCall):
     """Run jobs of SLURM. folder: for scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
 
     def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
+        import submitit
+
         super().__init__(workers)
-        submitit = _import_extra("submitit", "slurm")
         self._executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=1000)
         self._executor.update_parameters(name="relinear", **parameters)
-        self._jobs: list[Any] = []
+        self._running = set[Any]()
 
     def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
         from submitit.core.utils import FailedJobError, UncompletedJobError
 
         for attempt in range(_RETRIES + 1):
-            job = self._executor.submit(SlurmJob(function, arguments))
-            self._jobs.append(job)
+            job = self._executor.submit(Job(function, arguments))
+            self._running.add(job)
             try:
                 return job.result()
             except FailedJobError as error:
@@ -223,37 +210,32 @@ class Slurm(_ThreadPerCall):
             except UncompletedJobError as error:  # its node failed, or it was killed
                 if attempt == _RETRIES:
                     raise ChildProcessError(f"a job was lost {_RETRIES + 1} times: {error}") from None
+            finally:
+                self._running.discard(job)
 
     def end(self) -> None:
-        for job in self._jobs:
+        for job in list(self._running):
             job.cancel()
 
 
-class Dask(Executor):
-    """Run calls on a Dask cluster at an address; its workers start a process for every call."""
+class Dask(_ThreadPerCall):
+    """Run calls on the workers of a Dask cluster at an address; those that run when it ends are kept by their runs."""
 
     def __init__(self, address: str) -> None:
-        self._client = _import_extra("distributed", "dask").Client(address)
-        self._executor = self._client.get_executor(pure=False)
+        from distributed import Client
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
-        return self._executor.submit(_in_a_process, function, *arguments, **options)
+        super().__init__(_MAX_JOBS)
+        self._client = Client(address)
+        self.end = self._client.close
 
-    def __exit__(self, exc_type: Any, *rest: Any) -> Any:
-        self._executor.shutdown(wait=exc_type is None)
-        self._client.close()
-
-
-def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    # Dask's workers are daemons: multiprocessing refuses them children, which would outlive them if they did not watch
-    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
-    return ProcessExecutor().call(function, *arguments)
+    def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
+        return self._client.submit(Job(function, arguments), pure=False).result()
 
 
 def executor_at(
     executor: Executor | str | None, workers: int, folder: Path, parameters: Mapping[str, Any]
 ) -> AbstractContextManager[Executor]:
-    """Return an executor; if its block ends by an exception, its running calls end.
+    """Return an executor whose running calls end with its block.
 
     Args:
         executor: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.
