@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from relinear.models import preset_config, preset_names
 from relinear.surgery.packed import packed_bytes
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
-from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
@@ -94,26 +93,19 @@ def matched(
     Raises:
         ValueError: if no size comes within ``tolerance``; says how near it came and what else could be changed.
     """
-    tried: dict[str, Planned] = {}
-
-    def measure(candidate: TrainSettings) -> float:
-        key = json.dumps([candidate.operators, candidate.model_overrides], sort_keys=True)
-        if key not in tried:
-            size = measure_size(candidate, vocab_size)
-            tried[key] = Planned(name, candidate, size, size.of(by) / target - 1)
-        return tried[key].size.of(by)
-
+    search = _SizeSearch(settings, vocab_size, by, target, name)
     if resizing == "operator":
-        _try_operator_scales(settings, vocab_size, measure, target, name)
+        search.try_operator_scales()
     else:
-        _try_widths(settings, measure, target, name, tolerance if by == "bytes" else None)
-    best = min(tried.values(), key=lambda planned: abs(planned.size.of(by) - target))
+        search.try_widths()
+        if by == "bytes":
+            search.try_mlp_widths(tolerance)
+    best = search.nearest()[0]
     mismatch = best.size.of(by) / target - 1
     if abs(mismatch) > tolerance:
-        by_width = ", resize: width" * (resizing == "operator")
-        advice = f"match.to={name} (its size as the target){by_width} or resize: fixed"
+        advice = f"match.to={name} (its size as the target) or another resize"
         if by == "bytes":  # of which no entry keeps its own
-            advice = f"give another --size{by_width}"
+            advice = "give another --size"
         raise ValueError(
             f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
             f"{tolerance:.1%}; the nearest has {best.size.of(by):,} ({mismatch:+.1%}). "
@@ -122,23 +114,85 @@ def matched(
     return best
 
 
-def _try_operator_scales(
-    settings: TrainSettings, vocab_size: int | None, measure: Callable[[TrainSettings], float], target: int, name: str
-) -> None:
-    """Bisect over the scale of all operators; their sizes grow with it, in steps."""
-    shapes = operator_shapes(settings, vocab_size)
+@dataclasses.dataclass
+class _SizeSearch:
+    """Try sizes of an entry to come near ``target``; the arguments are those of ``matched``."""
 
-    def size_at(scale: float) -> float:
-        return measure(settings.replace(operators=scaled_operators(settings, shapes, scale, name)))
+    settings: TrainSettings
+    vocab_size: int | None
+    by: str
+    target: int
+    name: str
+    _tried: dict[str, Planned] = dataclasses.field(default_factory=dict)
 
-    low = high = 1.0
-    while size_at(low) > target and low > 1 / _LARGEST_FACTOR:
-        low /= 2
-    while size_at(high) < target and high < _LARGEST_FACTOR:
-        high *= 2
-    for _ in range(24):  # beyond this, no rank below a million differs
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if size_at(middle) < target else (low, middle)
+    def nearest(self) -> list[Planned]:
+        """Return what was tried, the nearest to the target first."""
+        return sorted(self._tried.values(), key=lambda planned: abs(planned.size.of(self.by) - self.target))
+
+    def _size(self, candidate: TrainSettings) -> int:
+        """Return the size of the model of ``candidate``, built at most once."""
+        key = json.dumps([candidate.operators, candidate.model_overrides], sort_keys=True)
+        if key not in self._tried:
+            size = measure_size(candidate, self.vocab_size)
+            self._tried[key] = Planned(self.name, candidate, size, size.of(self.by) / self.target - 1)
+        return self._tried[key].size.of(self.by)
+
+    def try_operator_scales(self) -> None:
+        """Bisect over the scale of all operators; their sizes grow with it, in steps."""
+        shapes = operator_shapes(self.settings, self.vocab_size)
+
+        def size_at(scale: float) -> int:
+            operators = scaled_operators(self.settings, shapes, scale, self.name)
+            return self._size(self.settings.replace(operators=operators))
+
+        low = high = 1.0
+        while size_at(low) > self.target and low > 1 / _LARGEST_FACTOR:
+            low /= 2
+        while size_at(high) < self.target and high < _LARGEST_FACTOR:
+            high *= 2
+        for _ in range(24):  # beyond this, no rank below a million differs
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if size_at(middle) < self.target else (low, middle)
+
+    def try_widths(self) -> None:
+        """Bisect over widths of the model with the number of heads kept."""
+        config = config_of_preset(self.settings, self.name)
+        heads = config.num_attention_heads
+        head_width = config.hidden_size // heads
+
+        def first_that_fits(widths: list[int]) -> tuple[int, int] | None:
+            for width in widths:
+                with contextlib.suppress(ValueError):  # an operator in the model may not take this width
+                    return width, self._size(at_width(self.settings, config, heads * width))
+            return None
+
+        widths = list(range(2 * max(1, round(head_width / _WIDTH_FACTOR / 2)), head_width * _WIDTH_FACTOR + 1, 2))
+        while widths:
+            lower, upper = widths[: len(widths) // 2], widths[len(widths) // 2 :]
+            fitting = first_that_fits(upper)
+            widths = lower
+            if fitting is not None and fitting[1] <= self.target:
+                widths = [width for width in upper if width > fitting[0]]
+        if not self._tried:
+            raise ValueError(f"{self.name}: its operators fit the model at no width")
+
+    def try_mlp_widths(self, tolerance: float) -> None:
+        """Try widths of the MLP, with which sizes grow evenly, at the nearest two, until one is within ``tolerance``."""
+        for planned in self.nearest()[:2]:
+            config = config_of_preset(planned.settings, self.name)
+            key = _mlp_width_key(config)
+            width = getattr(config, key) or 4 * config.hidden_size
+
+            def size_at(width: int, settings: TrainSettings = planned.settings, key: str = key) -> int:
+                return self._size(settings.replace(model_overrides=dict(settings.model_overrides) | {key: width}))
+
+            size = size_at(width)
+            exact_width = width + width * (self.target - size) / (size_at(2 * width) - size)
+            for multiple in (32, 16, 8, 4, 2, 1):
+                with contextlib.suppress(ValueError):  # an operator may not take this width
+                    size = size_at(max(multiple, multiple * round(exact_width / multiple)))
+                    if abs(size / self.target - 1) <= tolerance:
+                        return
 
 
 def operator_shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
@@ -189,58 +243,6 @@ def _scaled_config(config: OperatorConfig, shapes: list[tuple[int, int]], scale:
     raise ValueError(f"{name}: {config.kind} has no one size for all its layers: {reasons[-1]}")
 
 
-def _try_widths(
-    settings: TrainSettings,
-    measure: Callable[[TrainSettings], float],
-    target: int,
-    name: str,
-    tolerance: float | None = None,
-) -> None:
-    """Bisect over widths with the number of heads kept.
-
-    With ``tolerance`` the MLP's width is changed, too, where the model's width has too coarse steps.
-    """
-    config = config_of_preset(settings, name)
-    heads = config.num_attention_heads
-    head_width = config.hidden_size // heads
-    sizes: dict[int, float] = {}  # by the width of a head
-
-    def first_that_fits(widths: Iterable[int]) -> int | None:
-        for width in widths:
-            with contextlib.suppress(ValueError):  # an operator in the model may not take this width
-                sizes[width] = measure(at_width(settings, config, heads * width))
-                return width
-        return None
-
-    widths = list(range(2 * max(1, round(head_width / _WIDTH_FACTOR / 2)), head_width * _WIDTH_FACTOR + 1, 2))
-    while widths:
-        lower, upper = widths[: len(widths) // 2], widths[len(widths) // 2 :]
-        width = first_that_fits(upper)
-        widths = lower if width is None or sizes[width] > target else [other for other in upper if other > width]
-    if tolerance is not None:
-        nearest = sorted(sizes, key=lambda width: abs(sizes[width] - target))[:2]
-        any(_try_mlp_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n in nearest)
-
-
-def _try_mlp_widths(
-    settings: TrainSettings, measure: Callable[[TrainSettings], float], target: int, tolerance: float
-) -> bool:
-    """Try widths of the MLP, with which sizes grow evenly: the roundest within ``tolerance``. Return if one is."""
-    config = config_of_preset(settings, "")
-    key, width = _mlp_width_key(config), getattr(config, _mlp_width_key(config)) or 4 * config.hidden_size
-
-    def size_at(value: int) -> float:
-        return measure(settings.replace(model_overrides=dict(settings.model_overrides) | {key: value}))
-
-    size = size_at(width)
-    exact_width = width + width * (target - size) / (size_at(2 * width) - size)
-    for multiple in (32, 16, 8, 4, 2, 1):
-        with contextlib.suppress(ValueError):  # an operator may not take this width
-            if abs(size_at(max(multiple, multiple * round(exact_width / multiple))) / target - 1) <= tolerance:
-                return True
-    return False
-
-
 def config_of_preset(settings: TrainSettings, name: str) -> Any:
     """Return the config of the model that an entry trains. Raises ValueError if it is not a preset."""
     if settings.model not in preset_names():
@@ -266,45 +268,40 @@ def _mlp_width_key(config: Any) -> str:
 # The whole comparison
 
 
-def plan_comparison(
-    recipe: CompareSettings, vocab_size: int | None, on_progress: ProgressCallback = no_progress
-) -> list[Planned]:
+def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[Planned]:
     """Return every entry at the size at which it is trained.
 
     Args:
         recipe: what to compare.
         vocab_size: of the tokenizer.
-        on_progress: called before each entry is sized.
 
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
     """
-    if recipe.match.by == "bytes":
-        return [_planned_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
-    planned = [_planned_as_written(recipe, name, vocab_size, on_progress) for name in recipe.entries]
-    if recipe.match.by == "width":
+    match = recipe.match
+    if match.by == "bytes":
+        return [_planned_in_bytes(recipe, name, vocab_size) for name in recipe.entries]
+    planned = [_planned_as_written(recipe, name, vocab_size) for name in recipe.entries]
+    if match.by == "width":
         return planned
-    if isinstance(recipe.match.to, int):
-        return _matched_to(recipe, planned, recipe.match.to, vocab_size, on_progress)
+    if isinstance(match.to, int):
+        return _matched_to(recipe, planned, match.to, vocab_size)
+    if match.to is not None:
+        return _matched_to(recipe, planned, next(entry for entry in planned if entry.name == match.to), vocab_size)
     resizable = [entry for entry in planned if recipe.entries[entry.name].resizing != "fixed"]
-    references = [entry for entry in planned if entry.name == recipe.match.to]
-    references = references or sorted(resizable, key=lambda entry: not entry.settings.operators)
-    if not references:
-        raise ValueError(f"match.by is {recipe.match.by!r}, but no entry can be resized: all are fixed or dense")
+    if not resizable:
+        raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     errors: list[ValueError] = []
-    for reference in references:  # the first whose size the others can have
-        try:
-            return _matched_to(recipe, planned, reference, vocab_size, on_progress)
+    for reference in sorted(resizable, key=lambda entry: not entry.settings.operators):
+        try:  # the first with operators whose size the others can have
+            return _matched_to(recipe, planned, reference, vocab_size)
         except ValueError as error:
             errors.append(error)
     raise errors[0]
 
 
-def _planned_as_written(
-    recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback
-) -> Planned:
+def _planned_as_written(recipe: CompareSettings, name: str, vocab_size: int | None) -> Planned:
     """Return an entry at the size that it is written with."""
-    on_progress(Progress(f"sizing {name}", stage="match"))
     settings = recipe.settings_of(name)
     try:
         return Planned(name, settings, measure_size(settings, vocab_size), None)
@@ -313,41 +310,38 @@ def _planned_as_written(
 
 
 def _matched_to(
-    recipe: CompareSettings,
-    planned: list[Planned],
-    reference: Planned | int,
-    vocab_size: int | None,
-    on_progress: ProgressCallback,
+    recipe: CompareSettings, planned: list[Planned], reference: Planned | int, vocab_size: int | None
 ) -> list[Planned]:
     """Return every entry that may be resized at the size of ``reference``, one of them or a number."""
-    match = recipe.match
+    match, entries = recipe.match, list[Planned]()
     target = reference if isinstance(reference, int) else reference.size.of(match.by)
-
-    def resized(entry: Planned) -> Planned:
+    for entry in planned:
         resizing = recipe.entries[entry.name].resizing
         if entry is reference:
-            return dataclasses.replace(entry, size_mismatch=0.0)
-        if resizing == "fixed":
-            return entry
-        on_progress(Progress(f"matching {entry.name} by {match.by}", stage="match"))
-        requested: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": entry.name}
-        return matched(entry.settings, vocab_size, resizing=resizing, **requested)
-
-    return [resized(entry) for entry in planned]
+            entries.append(dataclasses.replace(entry, size_mismatch=0.0))
+        elif resizing == "fixed":
+            entries.append(entry)
+        else:
+            entries.append(_matched_entry(recipe, entry.name, entry.settings, vocab_size, target, resizing))
+    return entries
 
 
-def _planned_in_bytes(
-    recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback
+def _matched_entry(
+    recipe: CompareSettings, name: str, settings: TrainSettings, vocab_size: int | None, target: int, resizing: str
 ) -> Planned:
+    by, tolerance = recipe.match.by, recipe.match.tolerance
+    return matched(settings, vocab_size, by=by, target=target, resizing=resizing, tolerance=tolerance, name=name)
+
+
+def _planned_in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None) -> Planned:
     """Return an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
-    match, settings = recipe.match, recipe.settings_of(name)
+    target: Any = recipe.match.to  # a number: several are a comparison each
     resizing = "operator" if recipe.entries[name].resize == "operator" else "width"
     candidates, errors = list[Planned](), list[ValueError]()
-    requested: Any = {"by": "bytes", "target": match.to, "tolerance": match.tolerance, "name": name}
-    for bits in match.bits:
-        on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
+    for bits in recipe.match.bits:
+        settings = recipe.settings_of(name).replace(bits=bits)
         try:
-            candidates.append(matched(settings.replace(bits=bits), vocab_size, resizing=resizing, **requested))
+            candidates.append(_matched_entry(recipe, name, settings, vocab_size, target, resizing))
         except ValueError as error:
             errors.append(error)
     if not candidates:

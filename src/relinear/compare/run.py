@@ -107,11 +107,12 @@ def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overw
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
     # sizes are the same at every budget
     sized_recipes = [recipe] if recipe.budgets else recipes_of_series(recipe, vocabulary)
+    engine.report_stage("match", "sizing entries")
     for sized_recipe in sized_recipes:  # what cannot be matched is refused in seconds
-        planned = plan_comparison(sized_recipe, vocabulary, engine.on_progress)
+        planned = plan_comparison(sized_recipe, vocabulary)
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(sized_recipes[-1], data.vocab_size, engine.on_progress)
+        planned = plan_comparison(sized_recipes[-1], data.vocab_size)
     with claimed_folder(recipe, out_dir, planned, data, overwrite) as run_record:
         provenance = recorded_provenance(run_record)
         _, key, values = recipe.series
