@@ -177,7 +177,7 @@ class _SizeSearch:
             raise ValueError(f"{self.name}: its operators fit the model at no width")
 
     def try_mlp_widths(self, tolerance: float) -> None:
-        """Try widths of the MLP, with which sizes grow evenly, at the nearest two, until one is within ``tolerance``."""
+        """Try widths of the MLP, with which sizes grow evenly, at the nearest two until one is within ``tolerance``."""
         for planned in self.nearest()[:2]:
             config = config_of_preset(planned.settings, self.name)
             key = _mlp_width_key(config)
