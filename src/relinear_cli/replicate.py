@@ -55,7 +55,7 @@ def command(
     choices = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
     planned = replication(paper, **choices, seeds=options.parse_numbers("--seeds", seeds))
     placement, out = options.placement(workers, executor, slurm), out or Path("runs") / paper
-    replication_folder(out).check(planned.request, overwrite=overwrite)
+    replication_folder(out).check(planned.request.model_dump(mode="json"), overwrite=overwrite)
     options.prepare_process()
     print_requirements(planned.requirements(workers))
     if dry_run:

@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from relinear.compare.recipe import read_yaml
 from relinear.compare.report import gap_text
 from relinear.compare.schema import Gap
+from relinear.compare.settings import Seeds
 from relinear.contract.messages import did_you_mean
 from relinear.contract.settings import PositiveInt, Settings
 from relinear.pages.blocks import Block, Cell, Row, Table, Text
@@ -22,6 +23,18 @@ PAPERS = Path(__file__).parent / "papers"
 RECORD, COMPARISON, REPORT = "replicate.json", "comparison", "report.html"
 #: settings that mean the paper's own budget, model or text, and sizes that take minutes on this machine
 PAPER, SMALL = "paper", "small"
+
+
+class Request(Settings):
+    """Hold the options of a replication, defaults filled in. budget: share of the paper's tokens."""
+
+    paper: str
+    budget: Annotated[float, BeforeValidator(lambda value: 1.0 if value == PAPER else value), Field(gt=0, le=1)]
+    model: str
+    data: str
+    tokenizer: str | None = None
+    seeds: Seeds = (0,)
+    evaluate_on: str | None = None
 
 
 class PaperRow(Settings):
@@ -148,26 +161,17 @@ def is_here(data: str) -> bool:
     return data == "stdlib" or Path(data).expanduser().exists()
 
 
-# What pages and plans say
-
-
-def share_of(budget: float | str | None, default: float) -> float:
-    """Return a budget as a share of the paper's; None is the default. Raises ValueError for other values."""
-    if budget is None or budget == PAPER:
-        return default if budget is None else 1.0
-    with contextlib.suppress(ValueError):
-        if 0 < (share := float(budget)) <= 1:
-            return share
-    raise ValueError(f"--budget {budget}: give the share of the paper's tokens, such as 0.01, or paper for all of them")
+# The page
 
 
 def paper_table(table: PaperTable, cell: Callable[[str, str], Cell]) -> Table:
     """Return a table of the paper, our columns behind its own; ``cell`` makes a cell from an entry and a measure."""
     rows = []
     for name, row in table.rows.items():
-        keys = [(each, row.measure) if row.measure else (row.entry, each) for each in table.ours.values()]
-        ours = [cell(entry, measure) if entry else Cell("–") for entry, measure in keys]
-        cells: list[Cell | str] = [name, *map(_printed, row.paper.split()), *ours]
+        cells: list[Cell | str] = [name, *map(_printed, row.paper.split())]
+        for ours in table.ours.values():
+            entry, measure = (ours, row.measure) if row.measure else (row.entry, ours)
+            cells.append(cell(entry, measure) if entry else "–")
         rows.append(Row(cells, row.entry))
     return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)
 
@@ -193,15 +197,24 @@ def paper_blocks(
 
     Args:
         paper: which. scale: what was run, in sentences. unit: of our losses.
-        cell, gap_of: as for ``paper_table`` and ``claims_table``.
+        cell: as for ``paper_table``. gap_of: returns ours, None if there are no results.
         facts: settings with ``--budget paper``, and those of ours, by name.
         share: of the tokens with ``--budget paper``.
     """
-    claims, lead = claims_table(paper.claims, gap_of, unit)
-    blocks: list[Block] = [Text(lead, lead=True), Text(scale)]
+    gaps = [gap_of(claim) for claim in paper.claims]
+    blocks: list[Block] = [Text(_verdict(paper.claims[0], gaps[0], unit), lead=True), Text(scale)]
     for table in paper.tables:
         blocks += [Text(table.title, heading=True), paper_table(table, cell)]
-    blocks += [Text("What is claimed", heading=True), claims, Text("What differs from the paper", heading=True)]
+    head = ["difference", "in the paper (losses: nats per token)", f"here (losses: {unit})", "error of the evaluation"]
+    rows = []
+    for claim, here in zip(paper.claims, gaps, strict=True):
+        measured = Cell(gap_text(here), here and here["mean"]), Cell.of(here and here["standard_error"], ".4f")
+        rows.append(Row([str(claim), Cell.of(claim.gap, "+.3f"), *measured], claim.entry))
+    blocks += [
+        Text("What is claimed", heading=True),
+        Table(head, rows),
+        Text("What differs from the paper", heading=True),
+    ]
     rows = [Row([name, text, facts[1][name]]) for name, text in facts[0].items() if text != facts[1][name]]
     blocks += [Table(["", "with --budget paper", "here"], rows, words=(0, 1, 2))] if rows else []
     blocks += map(Text, paper.differences)
@@ -215,18 +228,10 @@ def paper_blocks(
     return [*blocks, Text("How to read it", heading=True), *map(Text, [*reading, *paper.reading])]
 
 
-def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None], unit: str) -> tuple[Table, str]:
-    """Return the table of gaps, and the first of them as a sentence; a gap is None if there are no results."""
-    rows, lead = [], ""
-    for claim in claims:
-        here = gap_of(claim)
-        cells: list[Cell | str] = [str(claim), Cell.of(claim.gap, "+.3f"), Cell(gap_text(here), here and here["mean"])]
-        rows.append(Row([*cells, Cell.of(here and here["standard_error"], ".4f")], claim.entry))
-        measured = "no figure" if here is None else gap_text(here)
-        seeds = " (one seed)" if here and here["low"] is None else ""
-        paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}"
-        units = ("", "") if claim.measure else (" nats per token", f" {unit}")
-        sentence = f"{str(claim).capitalize()}: {paper}{units[0]} in the paper, {measured}{units[1]} here{seeds}."
-        lead = lead or sentence
-    head = ["difference", "in the paper (losses: nats per token)", f"here (losses: {unit})", "error of the evaluation"]
-    return Table(head, rows), lead
+def _verdict(claim: Claim, here: Gap | None, unit: str) -> str:
+    """Return a sentence on a claim and our gap."""
+    paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}"
+    measured = "no figure" if here is None else gap_text(here)
+    seeds = " (one seed)" if here and here["low"] is None else ""
+    units = ("", "") if claim.measure else (" nats per token", f" {unit}")
+    return f"{str(claim).capitalize()}: {paper}{units[0]} in the paper, {measured}{units[1]} here{seeds}."

@@ -18,18 +18,17 @@ from relinear.analysis.report import analyses_blocks
 from relinear.compare import papers
 from relinear.compare.executors import Placement
 from relinear.compare.figures import loss_unit
-from relinear.compare.folder import RUNS
+from relinear.compare.folder import seed_folder
 from relinear.compare.gaps import gap, gap_of_means
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
 from relinear.compare.replicate_fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.report import number, read_results, results_section
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
-from relinear.compare.schema import EntryResult, Gap, Results
-from relinear.compare.settings import CompareSettings, Seeds
-from relinear.contract.config import check_value
+from relinear.compare.schema import EntryResult, Gap
+from relinear.compare.settings import CompareSettings
 from relinear.models import preset_config, preset_names
-from relinear.pages.blocks import Block, Cell, Section, Text
+from relinear.pages.blocks import Cell, Section, Text
 from relinear.pages.page import write_page
 from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
@@ -41,13 +40,10 @@ _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Replication:
-    """Plan a replication.
-
-    request: the options, defaults filled in. whole: the recipe as the paper has it. recipe: ours.
-    """
+    """Plan a replication by training. whole: the recipe as the paper has it. recipe: ours."""
 
     paper: papers.Paper
-    request: Mapping[str, Any]
+    request: papers.Request
     whole: CompareSettings
     recipe: CompareSettings
 
@@ -57,23 +53,13 @@ class Replication:
         return tokens_of(self.recipe) / tokens_of(self.whole)
 
     @property
-    def shown_share(self) -> str:
-        """Return a description of it."""
+    def _share_text(self) -> str:
         return f"{100 * self.share:.2g} % of the paper's {number(tokens_of(self.whole))}"
-
-    @property
-    def shown_model(self) -> str:
-        """Return the model that entries are made from."""
-        return self.recipe.train.model + ", small sizes" * (self.request["model"] == papers.SMALL)
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return the requirements on this machine like ``compare_requirements``, with its errors."""
         requirements = compare_requirements(self.recipe, workers)
-        of = f"{self.shown_model}: " * (self.request["model"] == papers.SMALL)
-        return requirements | {
-            "parameters": of + requirements["parameters"],
-            "tokens": f"{requirements['tokens']}, {self.shown_share}",
-        }
+        return requirements | {"tokens": f"{requirements['tokens']}, {self._share_text}"}
 
     def run(self, folder: Path, on_progress: ProgressCallback, placement: Placement) -> None:
         """Train the entries."""
@@ -81,7 +67,8 @@ class Replication:
 
     def section(self, folder: Path) -> Section:
         """Return its page: the paper compared with ours, then the comparison. Raises as ``replicate_section``."""
-        results, below = read_results(folder / papers.COMPARISON), results_section(folder / papers.COMPARISON)
+        comparison = folder / papers.COMPARISON
+        results, below = read_results(comparison), results_section(comparison)
         entries = {entry["name"]: entry for entry in results["entries"]}
         first = entries.get(next(iter(self.recipe.entries)))
         diverged = {entry["name"] for entry in results.get("diverged", ())}
@@ -90,22 +77,33 @@ class Replication:
             if name not in entries:
                 return Cell("diverged" if name in diverged else "–")
             if measure in ANALYZED:
-                return _analyzed(folder / papers.COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
+                return _analyzed(seed_folder(comparison, name, self.recipe.seeds[0]), measure)
             value, template = MEASURES[measure]
             return Cell.of(value(entries[name], first), template)
 
         def gap_of(claim: papers.Claim) -> Gap | None:
-            if not claim.measure:
-                return _gap(entries.get(claim.entry), entries.get(claim.against))
-            ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
-            return None if ours is None or other is None else gap_of_means([ours], [other])
+            if claim.measure:
+                ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
+                return None if ours is None or other is None else gap_of_means([ours], [other])
+            if claim.entry not in entries or claim.against not in entries:
+                return None
+            runs = [entries[name]["runs"] for name in (claim.entry, claim.against)]
+            return gap(*([np.asarray(run["block_losses"]) for run in of_entry] for of_entry in runs))
 
-        unit = loss_unit(results["entries"][0]["settings"])
+        trained = results["entries"][0]
+        parameters = f"{number(trained['parameters'])} parameters"
+        scale = (
+            f"Each of {len(entries)} models saw {number(tokens_of(self.recipe))} tokens of "
+            f"{self.recipe.train.data.data}, {self._share_text}. The first has {parameters}."
+        )
         facts = _facts(self.whole), _facts(self.recipe)
-        facts[1]["model"] += f" ({number(results['entries'][0]['parameters'])} parameters)"
-        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, unit, facts, self.share)
-        blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
-        blocks += analyses_blocks(folder / papers.COMPARISON)
+        facts[1]["model"] += f" ({parameters})"
+        unit = loss_unit(trained["settings"])
+        blocks = papers.paper_blocks(self.paper, scale, cell, gap_of, unit, facts, self.share)
+        blocks.append(Text("The comparison in full", heading=True))
+        for block in below.blocks:  # a page has one verdict
+            blocks.append(dataclasses.replace(block, lead=False) if isinstance(block, Text) else block)
+        blocks += analyses_blocks(comparison)
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
 
 
@@ -138,30 +136,30 @@ def replication(
         ValueError: for an unknown paper, a budget that is not a share, settings that a recipe would not take.
     """
     paper = papers.read_paper(name)
-    full, share = budget == papers.PAPER, papers.share_of(budget, paper.budget)
-    model, data = model or (papers.PAPER if full else papers.SMALL), data or (papers.PAPER if full else paper.data)
-    request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
+    options: dict[str, Any] = {
+        "paper": name,
+        "budget": paper.budget if budget is None else budget,
+        "model": model or (papers.PAPER if budget == papers.PAPER else papers.SMALL),
+        "data": data or (papers.PAPER if budget == papers.PAPER else paper.data),
+        "tokenizer": tokenizer,
+        "evaluate_on": evaluate_on,
+    }
+    request = papers.Request.load(options if seeds is None else options | {"seeds": seeds}, name)
     if paper.fits is not None:
-        if model in preset_names() and not Path(model).is_dir():
-            raise ValueError(
-                f"--model {model} is a preset, which is untrained, and {name} fits to a pretrained decoder: give its "
-                "directory or Hub name, or leave --model out, which trains a small one first"
-            )
-        second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
-        fit_seeds = tuple(seeds or [0])
-        check_value("seeds", fit_seeds, Seeds)
-        return FitReplication(paper, paper.fits, request | {"seeds": list(fit_seeds), "evaluate_on": second})
+        if evaluate_on is None and request.data == papers.PAPER:
+            request = request.replace(evaluate_on=papers.PAPER)
+        return FitReplication(paper, paper.fits, request)
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
     settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
     values = apply_overrides(settings, paper.changes)
     whole = CompareSettings.load(values, paper.recipe)
-    changes: dict[str, Any] = {} if model == papers.PAPER else {"train.model": model}
-    if model == papers.SMALL:
+    changes: dict[str, Any] = {} if request.model == papers.PAPER else {"train.model": request.model}
+    if request.model == papers.SMALL:
         changes = dict(paper.small)
-    if data != papers.PAPER:
-        changes["train.data.data"] = data
-        if papers.is_here(data):
+    if request.data != papers.PAPER:
+        changes["train.data.data"] = request.data
+        if papers.is_here(request.data):
             changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}
     if tokenizer is not None:
         changes["train.data.tokenizer"] = tokenizer
@@ -169,15 +167,8 @@ def replication(
         changes["seeds"] = list(seeds)
     changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyze} | {"train.save_model": False}
     sized = CompareSettings.load(apply_overrides(values, changes), name)
-    if model == papers.SMALL:
-        length = CompareSettings.load(apply_overrides(values, paper.small), name).train.data.sequence_length
-        if sized.train.data.sequence_length != length:
-            raise ValueError(
-                f"the small sizes of {name} are for texts of {length} tokens, and those of --data {data} have "
-                f"{sized.train.data.sequence_length}: for text add --model paper --tokenizer bytes, else omit --data"
-            )
-    if tokens_of(sized) != tokens_of(whole) or share != 1:
-        tokens = max(round(share * tokens_of(whole)), sized.train.tokens_per_step)
+    if tokens_of(sized) != tokens_of(whole) or request.budget != 1:
+        tokens = max(round(request.budget * tokens_of(whole)), sized.train.tokens_per_step)
         steps = math.ceil(tokens / sized.train.tokens_per_step)
         held_out = max(_FEWEST, min(tokens // 20, _MOST))
         # evaluations read at most half as many tokens as training
@@ -187,7 +178,7 @@ def replication(
         changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
     changes |= {"name": f"replicate {name}", "description": paper.title}
     recipe = CompareSettings.load(change_recipe(values, changes), name)
-    return Replication(paper, request | {"seeds": list(recipe.seeds)}, whole, recipe)
+    return Replication(paper, request.replace(seeds=recipe.seeds), whole, recipe)
 
 
 def replicate(
@@ -215,7 +206,7 @@ def replicate(
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
     """
     folder = replication_folder(out_dir)
-    with folder.open(plan.request, overwrite=overwrite):
+    with folder.open(plan.request.model_dump(mode="json"), overwrite=overwrite):
         folder.write()
         plan.run(folder.path, on_progress, Placement(workers, executor, slurm))
         return write_page(folder.path / papers.REPORT, [plan.section(folder.path)])
@@ -223,7 +214,24 @@ def replicate(
 
 def replication_folder(out_dir: str | Path) -> RunFolder:
     """Return the folder of a replication."""
-    return RunFolder(out_dir, "replicate", papers.RECORD, (papers.COMPARISON, DECODER, FITS, SECOND, papers.REPORT))
+    return RunFolder(
+        out_dir,
+        "replicate",
+        papers.RECORD,
+        (papers.COMPARISON, DECODER, FITS, SECOND, papers.REPORT),
+        settings_of=lambda record: papers.Request.upgraded(record.get("settings")),
+    )
+
+
+def replicate_section(directory: str | Path) -> Section:
+    """Return a page's blocks on the replication in ``directory``.
+
+    Raises:
+        FileNotFoundError: if it has not ended. ValueError: for damaged files.
+    """
+    request = read_values(Path(directory) / papers.RECORD)["settings"]
+    plan = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
+    return plan.section(Path(directory))
 
 
 # The page
@@ -261,7 +269,6 @@ MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult | None], float | No
     "inference_speed": (lambda entry, first: entry["speed"] and entry["speed"]["inference_tokens_per_second"], ",.0f"),
 }
 
-
 #: what an analysis of an entry's first seed has measured -> where that is, and its format
 ANALYZED = {
     "base_accuracy": ("cgt_arithmetic", ("accuracy", "dynamic", "answers"), ".1%"),
@@ -281,39 +288,14 @@ def _analyzed(run: Path, measure: str) -> Cell:
     return Cell.of(None if value == {} else value, template)
 
 
-def replicate_section(directory: str | Path) -> Section:
-    """Return a page's blocks on the replication in ``directory``.
-
-    Raises:
-        FileNotFoundError: if it has not ended. ValueError: for damaged files.
-    """
-    request = read_values(Path(directory) / papers.RECORD)["settings"]
-    plan = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
-    return plan.section(Path(directory))
-
-
-def _plain(block: Block) -> Block:
-    """Return a block of another page without its lead: a page has one verdict."""
-    return dataclasses.replace(block, lead=False) if isinstance(block, Text) else block
-
-
-def _scale(plan: Replication, results: Results) -> str:
-    return (
-        f"Each of {len(results['entries'])} models saw {number(tokens_of(plan.recipe))} tokens of "
-        f"{plan.recipe.train.data.data}, {plan.shown_share}. The first has "
-        f"{number(results['entries'][0]['parameters'])} parameters ({plan.shown_model})."
-    )
-
-
-def _gap(entry: EntryResult | None, against: EntryResult | None) -> Gap | None:
-    if entry is None or against is None:
-        return None
-    return gap(*([np.asarray(run["block_losses"]) for run in each["runs"]] for each in (entry, against)))
-
-
 def _facts(recipe: CompareSettings) -> dict[str, str]:
     """Return the settings that a replication may change, by name."""
     train = recipe.settings_of(next(iter(recipe.entries)))
+    operators = [
+        " ".join(f"{key} {value}" if key != "kind" else str(value) for key, value in entry.operator.items())
+        for entry in recipe.entries.values()
+        if entry.operator
+    ]
     return {
         "model": train.model + "".join(f", {key} {value}" for key, value in train.model_overrides.items()),
         "tokens per run": number(tokens_of(recipe)),
@@ -325,13 +307,5 @@ def _facts(recipe: CompareSettings) -> dict[str, str]:
         "learning rate": f"{train.learning_rate:g}" if recipe.tune is None else "tuned for each entry",
         "precision": train.dtype,
         "seeds": ", ".join(map(str, recipe.seeds)),
-        "operators": "; ".join(dict.fromkeys(_operators(recipe))),
+        "operators": "; ".join(dict.fromkeys(operators)),
     }
-
-
-def _operators(recipe: CompareSettings) -> list[str]:
-    return [
-        " ".join(f"{key} {value}" if key != "kind" else str(value) for key, value in entry.operator.items())
-        for entry in recipe.entries.values()
-        if entry.operator
-    ]

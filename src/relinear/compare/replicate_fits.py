@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from inspect import isroutine
 from pathlib import Path
@@ -17,17 +17,16 @@ from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import Placement, executor_at
 from relinear.compare.figures import loss_unit
 from relinear.compare.gaps import gap_of_means
-from relinear.compare.match import measure_size
 from relinear.compare.report import number
+from relinear.compare.requirements import training_requirements
 from relinear.compare.schema import Gap
-from relinear.compare.speed import seconds_per_token
 from relinear.data import DataSettings, iter_texts
 from relinear.data.corpora import evaluation_split, open_corpus
 from relinear.data.tokenizers import expected_vocabulary, load_tokenizer
 from relinear.distill import distill_
 from relinear.evaluate.language import perplexity
 from relinear.hf.model_layout import decoder_layers
-from relinear.models import from_preset, model_folder
+from relinear.models import model_folder
 from relinear.pages.blocks import Cell, Section
 from relinear.pages.figures import colors
 from relinear.pages.records import read_values, what_ran
@@ -38,6 +37,7 @@ from relinear.system.files import write_json, write_text
 from relinear.system.machine import available_cores, on_threads
 from relinear.system.progress import Progress, ProgressCallback
 from relinear.system.timing import duration, seconds_of
+from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
 #: names in the folder: the stand-in model, one file per fit, the stand-in for a second text
@@ -49,64 +49,77 @@ _TIMED = 1 / 8
 _DOCUMENTS = 50_000
 #: tokens of a sequence
 _LENGTH = 128
+#: options that mean the paper's own
+_PAPERS_OWN = dict.fromkeys(("model", "data", "evaluate_on"), papers.PAPER)
 #: nats above the original from which on a page calls a fit bad
 _BAD = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class FitReplication:
-    """Plan a replication by fits: every method in every set of projections, on every seed.
+class Job:
+    """Request a fit of ``operator`` to projections, or with None the unchanged model, and an evaluation on two texts.
 
-    fits: the paper's. request: the options, defaults filled in.
+    evaluation: tokens of each text. settings: of ``distill_``.
     """
+
+    evaluation: int
+    operator: str | None = None
+    projections: Sequence[str] = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class FitReplication:
+    """Plan a replication by fits, those of the paper: every method in every set of projections, on every seed."""
 
     paper: papers.Paper
     fits: papers.Fits
-    request: Mapping[str, Any]
+    request: papers.Request
 
     @property
-    def share(self) -> float:
-        """Return the share of the tokens of a fit with ``--budget paper``."""
-        return self._last_job()["settings"]["tokens"] / self.fits.tokens
+    def tokens(self) -> int:
+        """Return the tokens of a fit."""
+        return max(_LENGTH, round(self.request.budget * self.fits.tokens))
+
+    @property
+    def evaluation(self) -> int:
+        """Return the tokens of each text that a fit is evaluated on."""
+        return max(2 * _LENGTH, round(self.request.budget * self.fits.evaluation))
 
     @property
     def decoder(self) -> TrainSettings | None:
         """Return how the stand-in model is trained; None if a model is named."""
-        if self.request["model"] != papers.SMALL:
+        if self.request.model != papers.SMALL:
             return None
-        data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
+        data = {"data": self._texts[0], "tokenizer": self.request.tokenizer or "bytes", "sequence_length": _LENGTH}
         data |= {"max_validation_tokens": 128 * _LENGTH}
-        settings = TrainSettings.load(
-            {"data": data, "seed": self.request["seeds"][0], **self.fits.decoder}, self.request["paper"]
-        )
-        tokens = self.request["budget"] * self.fits.decoder_tokens
+        values = {"data": data, "seed": self.request.seeds[0], **self.fits.decoder}
+        settings = TrainSettings.load(values, self.request.paper)
+        tokens = self.request.budget * self.fits.decoder_tokens
         steps = max(2, round(tokens / settings.tokens_per_step))
         return settings.replace(steps=steps, eval_every=max(1, steps // 4))
 
     @property
     def _texts(self) -> tuple[str, str | None]:
         """Return the text that is fitted on, and the second."""
-        data, second = self.request["data"], self.request["evaluate_on"]
+        data, second = self.request.data, self.request.evaluate_on
         return self.fits.data if data == papers.PAPER else data, self.fits.second if second == papers.PAPER else second
 
-    def _jobs(self, part: float = 1.0) -> dict[str, dict[str, Any]]:
-        """Name of the file -> what ``fit`` is to do beside model and texts, at a part of the budget."""
-        share = part * self.request["budget"]
-        tokens = max(_LENGTH, round(share * self.fits.tokens))
-        budget = {"evaluation": max(2 * _LENGTH, round(share * self.fits.evaluation))}
-        settings = self.fits.settings | {"sequence_length": _LENGTH, "tokens": tokens}
-        settings |= {"validation_tokens": max(_LENGTH, tokens // 8)}
-        jobs: dict[str, dict[str, Any]] = {ORIGINAL: budget}
-        for seed in self.request["seeds"]:
-            for method, about in self.fits.methods.items():
-                for which, names in self.fits.projections.items():
-                    chosen = settings | {"seed": seed, "learning_rate": about.learning_rate}
-                    facts = {"operator": about.operator, "projections": names, "settings": chosen}
-                    jobs[f"{method}-{which}-seed-{seed}"] = budget | facts
-        return jobs
+    @property
+    def _model(self) -> str:
+        return self.fits.model if self.request.model == papers.PAPER else self.request.model
 
-    def _last_job(self, part: float = 1.0) -> dict[str, Any]:
-        return list(self._jobs(part).values())[-1]
+    def _jobs(self) -> dict[str, Job]:
+        """Return every fit by the name of its file."""
+        settings = self.fits.settings | {"sequence_length": _LENGTH, "tokens": self.tokens}
+        settings |= {"validation_tokens": max(_LENGTH, self.tokens // 8)}
+        jobs = {ORIGINAL: Job(self.evaluation)}
+        for seed in self.request.seeds:
+            for method, about in self.fits.methods.items():
+                for which, projections in self.fits.projections.items():
+                    chosen = settings | {"seed": seed, "learning_rate": about.learning_rate}
+                    jobs[f"{method}-{which}-seed-{seed}"] = Job(self.evaluation, about.operator, projections, chosen)
+        return jobs
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return the requirements on this machine, by name: runs, parameters, tokens, time, disk.
@@ -119,36 +132,30 @@ class FitReplication:
         for text in filter(None, self._texts):
             open_corpus(settings_of(text))
         jobs, trained, at_once = self._jobs(), self.decoder, workers or available_cores()
-        seconds, first, short = 0.0, self._last_job(), self._last_job(_TIMED)
         if trained is None:
-            folder = model_folder(self._model)
-            model, tokenizer = from_pretrained(folder), load_tokenizer(self.request["tokenizer"] or folder)
+            source, to_train = model_folder(self._model), ""
+            model, tokenizer = from_pretrained(source), load_tokenizer(self.request.tokenizer or source)
         else:
-            vocabulary = expected_vocabulary(trained.data.tokenizer)
-            assert vocabulary is not None
-            model = from_preset(trained.model, **trained.model_overrides, vocab_size=vocabulary)
+            to_train = f"; the decoder: {training_requirements(trained)['time']}"
+            model = build_model(trained, expected_vocabulary(trained.data.tokenizer))
             tokenizer = load_tokenizer(trained.data.tokenizer)
-            flops = measure_size(trained, vocabulary).flops
-            seconds = trained.steps * trained.tokens_per_step * seconds_per_token(trained, vocabulary, flops)
-        check_projections(model, self.fits, self._shown)
-        pace = seconds_of(lambda: fitted(model, tokenizer, [self._texts[0]] * 2, short))
-        longer = first["settings"]["tokens"] / short["settings"]["tokens"]
-        seconds += longer * pace * len(jobs) / at_once
-        table, tokens = summary(model), first["settings"]["tokens"]
-        also = "" if trained is None else f"; {number(trained.steps * trained.tokens_per_step)} to train the decoder"
+        projections = {each: None for names in self.fits.projections.values() for each in names}
+        for method in self.fits.methods.values():  # raises before anything is timed
+            plan(model, dict.fromkeys(projections, method.operator), layers=fitted_layer(model))
+        shorter = dataclasses.replace(self, request=self.request.replace(budget=_TIMED * self.request.budget))
+        short = list(shorter._jobs().values())[-1]
+        seconds = seconds_of(lambda: fitted(model, tokenizer, [self._texts[0]] * 2, short))
+        seconds *= self.tokens / shorter.tokens * len(jobs) / at_once
+        table = summary(model)
         return {
             "runs": f"{len(jobs) - 1} fits of {len(self.fits.methods)} methods to {len(self.fits.projections)} sets of "
             f"projections, {at_once} at once",
             "parameters": f"{trained.model if trained else self._model} {number(table.parameters)} "
             f"({number(table.flops_per_token)} FLOPs per token)",
-            "tokens": f"{number(tokens)} a fit, {number(first['evaluation'])} of each text to evaluate{also}",
-            "time": f"{duration(seconds)}, by a fit timed now, after reading the text",
+            "tokens": f"{number(self.tokens)} a fit, {number(self.evaluation)} of each text to evaluate",
+            "time": f"{duration(seconds)}, by a fit timed now, after reading the text{to_train}",
             "disk": f"about {number(16 * table.parameters + 5e6 if trained else 5e6)}B",
         }
-
-    @property
-    def _model(self) -> str:
-        return self.fits.model if self.request["model"] == papers.PAPER else self.request["model"]
 
     def run(self, folder: Path, on_progress: ProgressCallback, placement: Placement) -> None:
         """Train the decoder unless one is named, then make the remaining fits."""
@@ -162,12 +169,12 @@ class FitReplication:
             with executor_at(executor, 1, folder.resolve(), slurm or {}) as pool:
                 Engine(pool, 1, on_progress).run_round([Run("train", "a decoder to fit to", trained, folder / DECODER)])
         model = model_folder(str(folder / DECODER) if trained else self._model)
-        pending = {name: job for name, job in self._jobs().items() if not (folder / FITS / f"{name}.json").is_file()}
+        paths = {folder / FITS / f"{name}.json": job for name, job in self._jobs().items()}
         threads = max(1, available_cores() // at_once)
         with executor_at(executor, at_once, folder.resolve(), slurm or {}) as pool:
-            arguments = model, self.request["tokenizer"], [first, second], threads
+            arguments = model, self.request.tokenizer, [first, second], threads
             started = [
-                pool.submit(fit, str(folder / FITS / f"{name}.json"), *arguments, job) for name, job in pending.items()
+                pool.submit(fit, str(path), *arguments, job) for path, job in paths.items() if not path.is_file()
             ]
             for done, future in enumerate(as_completed(started), start=1):
                 future.result()
@@ -177,15 +184,14 @@ class FitReplication:
 
     def section(self, folder: Path) -> Section:
         """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
-        fits_by_name = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
+        rows = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
 
         def values(method: str, measure: str) -> list[float]:
+            """Return a measure of a method by seed: COLUMN:PROJECTIONS, where 1 and 2 are losses on the texts."""
             column, _, which = measure.partition(":")
-            rows = [
-                fits_by_name[ORIGINAL if method == ORIGINAL else f"{method}-{which}-seed-{seed}"]
-                for seed in self.request["seeds"]
-            ]
-            return [row["losses"][int(column) - 1] if column in ("1", "2") else row[column] for row in rows]
+            names = [f"{method}-{which}-seed-{seed}" for seed in self.request.seeds]
+            found = [rows[ORIGINAL if method == ORIGINAL else name] for name in names]
+            return [row["losses"][int(column) - 1] if column in ("1", "2") else row[column] for row in found]
 
         def cell(method: str, measure: str) -> Cell:
             if method == ORIGINAL and measure[0] not in "12":
@@ -204,12 +210,12 @@ class FitReplication:
         def is_bad(method: str, which: str) -> bool:
             return any(max(values(method, f"{text}:{which}")) > values(ORIGINAL, text)[0] + _BAD for text in "12")
 
-        whole: dict[str, Any] = dict.fromkeys(("model", "data", "evaluate_on"), papers.PAPER)
-        whole |= {"budget": 1.0, "tokenizer": None, "seeds": [0]}
-        facts = dataclasses.replace(self, request=whole)._facts, self._facts
+        request = papers.Request(paper=self.request.paper, budget=1, **_PAPERS_OWN)
+        facts = dataclasses.replace(self, request=request)._facts, self._facts
         model, tokens, evaluated, first, second, *_ = facts[1].values()
+        share = self.tokens / self.fits.tokens
         scale = (
-            f"The decoder is {model}. Every method was fitted on {tokens} tokens of {first}, {100 * self.share:.2g} % "
+            f"The decoder is {model}. Every method was fitted on {tokens} tokens of {first}, {100 * share:.2g} % "
             f"of those with --budget paper, and evaluated on {evaluated} of it (1) and of {second} (2)."
         )
         if bad := [f"{m} in {s}" for m in self.fits.methods for s in self.fits.projections if is_bad(m, s)]:
@@ -217,27 +223,23 @@ class FitReplication:
             scale += "Their gaps say more about the fit than about the operator."
         palette = colors([ORIGINAL, *self.fits.methods], ORIGINAL)
         unit = "nats per token" if self.decoder is None else loss_unit({"data": self.decoder.data.model_dump()})
-        blocks = papers.paper_blocks(self.paper, scale, cell, gap_of, unit, facts, self.share)
+        blocks = papers.paper_blocks(self.paper, scale, cell, gap_of, unit, facts, share)
         blocks += what_ran(read_values(folder / papers.RECORD), {"model": model})
         note = " · ".join([model, first, second])
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, palette, note)
 
     @property
-    def _shown(self) -> str:
-        return f"{self.decoder.model}, trained here" if self.decoder else self._model
-
-    @property
     def _facts(self) -> dict[str, str]:
         """Return the settings that a replication may change, by name."""
-        job, (first, second) = self._last_job(), self._texts
+        first, second = self._texts
         return {
-            "model": self._shown,
-            "tokens to fit": number(job["settings"]["tokens"]),
-            "tokens to evaluate": number(job["evaluation"]),
+            "model": f"{self.decoder.model}, trained here" if self.decoder else self._model,
+            "tokens to fit": number(self.tokens),
+            "tokens to evaluate": number(self.evaluation),
             "text (1)": first,
             "text (2)": second or "PyTorch's documentation",
-            "tokenizer": self.request["tokenizer"] or (self.decoder.data.tokenizer if self.decoder else "the model's"),
-            "seeds": ", ".join(map(str, self.request["seeds"])),
+            "tokenizer": self.request.tokenizer or (self.decoder.data.tokenizer if self.decoder else "the model's"),
+            "seeds": ", ".join(map(str, self.request.seeds)),
         }
 
 
@@ -255,7 +257,7 @@ def settings_of(text: str) -> DataSettings:
     return DataSettings(data=text, max_documents=None if papers.is_here(text) else _DOCUMENTS)
 
 
-def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Mapping[str, Any]) -> None:
+def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Job) -> None:
     """Fit, evaluate, and write the result to ``path``: losses by text, parameters and error.
 
     Args:
@@ -268,48 +270,33 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
     write_json(path, results)
 
 
-def check_projections(model: Any, fits: papers.Fits, name: str) -> None:
-    """Raise ValueError unless every method can replace all projections of the model called ``name``."""
-    projections = dict.fromkeys(each for names in fits.projections.values() for each in names)
-    for method in fits.methods.values():
-        try:
-            plan(model, dict.fromkeys(projections, method.operator), layers=fitted_layer(model))
-        except ValueError as error:
-            raise ValueError(
-                f"{name} cannot take {method.operator}, which the paper fits: {error}. Give a model with "
-                f"{', '.join(projections)}, each a layer of its own and wide enough, such as a Llama"
-            ) from None
-
-
 def fitted_layer(model: Any) -> int:
     """Return the number of the decoder layer whose projections are replaced: the one in the middle."""
     return len(decoder_layers(model)) // 2
 
 
-def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any]) -> dict[str, Any]:
+def fitted(model: Any, tokenizer: Any, texts: list[str], job: Job) -> dict[str, Any]:
     """Fit an operator to projections of the model's middle layer and evaluate the model on two texts.
 
     Args:
         texts: what is fitted on, and evaluated on its validation text; and what is evaluated on, all of it or
             what it holds out.
-        job: operator (none evaluates the unchanged model), projections, settings of ``distill_``; evaluation: tokens.
     """
-    fits_by_name: dict[str, Any] = {}
-    if "operator" in job:
+    results: dict[str, Any] = {}
+    if job.operator is not None:
         report = distill_(
             model,
-            dict.fromkeys(job["projections"], job["operator"]),
+            dict.fromkeys(job.projections, job.operator),
             iter_texts(settings_of(texts[0]), "train"),
             layers=fitted_layer(model),
             tokenizer=tokenizer,
-            settings=job["settings"],
+            settings=job.settings,
         )
-        fits_by_name["parameters"] = sum(layer.parameters for layer in report.layers)
-        fits_by_name["error"] = fmean(layer.error for layer in report.layers)
-    losses = []
-    for text, split in zip(texts, ("validation", evaluation_split(settings_of(texts[1]))), strict=True):
-        documents = iter_texts(settings_of(text), split)
-        losses.append(
-            perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job["evaluation"]).loss
-        )
-    return fits_by_name | {"losses": losses}
+        results["parameters"] = sum(layer.parameters for layer in report.layers)
+        results["error"] = fmean(layer.error for layer in report.layers)
+    results["losses"] = [
+        perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job.evaluation).loss
+        for text, split in zip(texts, ("validation", evaluation_split(settings_of(texts[1]))), strict=True)
+        for documents in [iter_texts(settings_of(text), split)]
+    ]
+    return results
