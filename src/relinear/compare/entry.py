@@ -3,14 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from relinear.compare.engine import Run, Search, side_by_side
 from relinear.compare.folder import TUNING, seed_folder
 from relinear.compare.match import Planned
-from relinear.compare.schema import DivergedEntry
+from relinear.compare.schema import DivergedEntry, Tuning
 from relinear.compare.settings import CompareSettings, scaled_run
 from relinear.compare.tune import SearchResult, Trials, check_neighbors, grid_search, one_rate
 from relinear.models import preset_config
@@ -29,7 +28,7 @@ class Choice:
 
     planned: the entry at its size, in the chosen bits.
     trials: the searches with these settings; each holds its runs by learning rate.
-    tuning: what ``results.json`` says of it, None where something was not tuned; empty for an entry that was not tuned.
+    tuning: what ``results.json`` says of it; None for an entry that was not tuned.
     """
 
     planned: Planned
@@ -37,7 +36,7 @@ class Choice:
     initializer_range: float | None = None
     warmup_ratio: float | None = None
     trials: tuple[Trials, ...] = ()
-    tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tuning: Tuning | None = None
 
     @property
     def settings(self) -> TrainSettings:
@@ -48,10 +47,8 @@ class Choice:
 
 def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
     """Return ``settings`` at a learning rate and, unless it is None, an initialisation."""
-    overrides = dict(settings.model_overrides)
-    if initializer_range is not None:
-        overrides["initializer_range"] = initializer_range
-    return settings.replace(learning_rate=rate, model_overrides=overrides)
+    overrides = {} if initializer_range is None else {"initializer_range": initializer_range}
+    return settings.replace(learning_rate=rate, model_overrides=dict(settings.model_overrides) | overrides)
 
 
 def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
@@ -99,7 +96,7 @@ class EntrySearch:
                 losses = yield [self._final_run(choice, seed) for seed in self.recipe.seeds]
                 if all(map(math.isfinite, losses)):
                     return choice
-                if not tuned.tuning:
+                if tuned.tuning is None:
                     raise NonFiniteLossError(f"training diverged at the learning rate {choice.learning_rate:g}")
                 write_json(self._tuning_folder / DIVERGED_FILE, sorted({*self._diverged_rates(), choice.learning_rate}))
         except NonFiniteLossError as error:
@@ -127,7 +124,7 @@ class EntrySearch:
             raise NonFiniteLossError(f"training diverged at every learning rate of {grid}; lower tune.learning_rates")
         bits = planned.settings.bits
         fewest = bits != 2 and bits == min(self.recipe.match.bits)
-        tuning = {
+        tuning: Any = {
             "trials": [row for search in searches for row in search.rows()],
             "edge": best.edge,
             "initializer_range": best.initializer_range,
@@ -138,6 +135,7 @@ class EntrySearch:
             "bits": bits,
             "bits_edge": fewest if len(candidates) > 1 else None,
         }
+        tuning = {key: value for key, value in tuning.items() if value is not None}
         return Choice(planned, best.rate, best.initializer_range, warmup, (trials,), tuning)
 
     def _best_rate(self, trials: Trials) -> Search[SearchResult]:
@@ -160,7 +158,7 @@ class EntrySearch:
         best = yield from check_neighbors(search, trials, choice.learning_rate, choice.initializer_range)
         moved = best.rate != choice.learning_rate
         check = {"trials": trials.rows(), "from": choice.learning_rate, "moved": moved, "edge": best.edge}
-        tuning = {"trials": [], **choice.tuning, "edge": best.edge, "full_length": check}
+        tuning: Any = {"trials": [], **(choice.tuning or {}), "edge": best.edge, "full_length": check}
         return dataclasses.replace(choice, learning_rate=best.rate, trials=(*choice.trials, trials), tuning=tuning)
 
     def _trials(self, planned: Planned, warmup_ratio: float | None, full_length: bool = False) -> Trials:
@@ -168,19 +166,18 @@ class EntrySearch:
         search = self.recipe.search_settings
         settings = scaled_run(_with_warmup(planned.settings, warmup_ratio), 1.0 if full_length else search.fraction)
         settings = settings.replace(seed=search.seed, eval_every=0, save_model=False)
-        bits = settings.bits
         # names of folders, and rows, say how this search differs from others of the entry
         prefix = "full-length-" * full_length
-        prefix += "" if bits is None else f"{bits}-bits-"
+        prefix += "" if settings.bits is None else f"{settings.bits}-bits-"
         prefix += "" if warmup_ratio is None else f"warmup-{warmup_ratio:g}-"
-        row_values = {"steps": settings.steps, "seed": settings.seed, "warmup_ratio": warmup_ratio, "bits": bits}
-        row_values = {key: value for key, value in row_values.items() if value is not None}
+        row = {"steps": settings.steps, "seed": settings.seed, "warmup_ratio": warmup_ratio, "bits": settings.bits}
+        row = {key: value for key, value in row.items() if value is not None}
 
         def run_at(rate: float, initializer_range: float | None, folder: Path) -> Run:
             label = f"tuning {planned.name}, learning rate {folder.name}"
             return Run("tune", label, _with_rate(settings, rate, initializer_range), folder)
 
-        return Trials(self._tuning_folder, run_at, prefix, row_values)
+        return Trials(self._tuning_folder, run_at, prefix, row)
 
     def _diverged_rates(self) -> list[float]:
         """Return the rates at which a final run of the entry diverged."""
@@ -190,7 +187,7 @@ class EntrySearch:
     def _at_sound_rate(self, choice: Choice) -> Choice:
         """Return ``choice``, or the next lower rate that was tried and at which no final run has diverged."""
         diverged = sorted(self._diverged_rates(), reverse=True)
-        if not choice.tuning or choice.learning_rate not in diverged:
+        if choice.tuning is None or choice.learning_rate not in diverged:
             return choice
         tried = set[float]().union(*(trials.sound_rates(choice.initializer_range) for trials in choice.trials))
         lower = [rate for rate in tried if rate < diverged[-1]]
@@ -198,8 +195,7 @@ class EntrySearch:
             at = ", ".join(f"{rate:g}" for rate in diverged)
             advice = "no lower learning rate was tried; lower tune.learning_rates"
             raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
-        tuning = {**choice.tuning, "diverged": diverged}
-        return dataclasses.replace(choice, learning_rate=max(lower), tuning=tuning)
+        return dataclasses.replace(choice, learning_rate=max(lower), tuning={**choice.tuning, "diverged": diverged})
 
     def _final_run(self, choice: Choice, seed: int) -> Run:
         """Return the run of a seed. A run at a rate at which another seed has since diverged is renamed."""

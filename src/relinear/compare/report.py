@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pydantic
 
@@ -221,27 +221,26 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
     return charts
 
 
-class _Heads(NamedTuple):
-    """Name the columns of a table of results whose heads depend on the comparison; gap is None without a reference."""
-
-    loss: str
-    gap: str | None
-    perplexity: str
-
-
 def results_table(results: Results) -> Table:
     """Return a row per entry, with standard deviations over seeds and, in small print, ratios to the dense entry."""
-    entries, unit = results["entries"], figures.loss_unit(results["entries"][0]["settings"])
-    base = next((entry for entry in entries if entry["name"] == _base_name(results)), None)
-    # older comparisons have no reference
-    reference = results.get("reference") or (base["name"] if base and len(entries) > 1 else None)
-    gap_head = f"gap to {reference}" if reference else None
-    heads = _Heads(f"validation loss, {unit}", gap_head, f"perplexity {unit.removeprefix('nats ')}")
-    cells = {entry["name"]: _entry_cells(entry, base, heads, results) for entry in entries}
-    best, columns = _best_name(results, base), list(next(iter(cells.values())))
-    rows = [Row(list(row.values()), name, name == best) for name, row in cells.items()]
-    rows += [Row([row.get(column, "–") for column in columns]) for row in _rows_without_runs(base, heads, results)]
-    return Table(columns, rows)
+    base = next((entry for entry in results["entries"] if entry["name"] == _base_name(results)), None)
+    columns, best = _columns(results, base), _best_name(results, base)
+    rows = [
+        Row([cell(entry) for cell in columns.values()], entry["name"], entry["name"] == best)
+        for entry in results["entries"]
+    ]
+    without_runs: list[dict[str, Cell | str]] = [
+        {"entry": entry["name"], "validation loss": "diverged"} for entry in results.get("diverged", ())
+    ]
+    if ngram := results.get("ngram"):
+        loss, perplexity = Cell.of(ngram["validation_loss"]), Cell.of(ngram["perplexity"], ".2f")
+        cells = {"entry": f"{ngram['order']}-grams", "validation loss": loss, "perplexity": perplexity}
+        if base:
+            cells["gap"] = Cell.of(ngram["validation_loss"] - base["validation_loss"]["mean"], "+z.3f")
+        without_runs.append(cells)
+    for cells in without_runs:
+        rows.append(Row([next((cells[key] for key in cells if head.startswith(key)), "–") for head in columns]))
+    return Table(list(columns), rows)
 
 
 def _best_name(results: Results, base: EntryResult | None) -> str | None:
@@ -252,59 +251,53 @@ def _best_name(results: Results, base: EntryResult | None) -> str | None:
     return leader["name"] if high is not None and high < 0 else None
 
 
-def _entry_cells(
-    entry: EntryResult, base: EntryResult | None, heads: _Heads, results: Results
-) -> dict[str, Cell | str]:
-    """Return the cells of an entry by the heads of their columns; ``base`` is the dense entry, if there is one."""
-    dense_costs = [value for value, _ in _costs(base, number)] if base else [None, None]
-    size, flops = (
-        Cell(text, value, f"{value / dense_cost:.3g}× dense" if dense_cost else "")
-        for (value, text), dense_cost in zip(_costs(entry, number), dense_costs, strict=True)
-    )
-    file, speed = entry.get("stored"), entry["speed"]
-    edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
-    cells: dict[str, Cell | str] = {
-        "entry": Cell(entry["name"], None, f"{size.text} parameters"),  # a telephone shows the first columns alone
-        heads.loss: _statistic_cell(entry["validation_loss"], 3),
+def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[EntryResult], Cell]]:
+    """Return head -> what makes a cell from an entry; ``base`` is the entry that others are compared with."""
+    entries, unit = results["entries"], figures.loss_unit(results["entries"][0]["settings"])
+    dense_costs = _costs(base, number) if base else None
+
+    def cost(entry: EntryResult, index: int) -> Cell:
+        value, text = _costs(entry, number)[index]
+        return Cell(text, value, f"{value / dense_costs[index][0]:.3g}× dense" if dense_costs else "")
+
+    def gap(entry: EntryResult) -> Cell:
+        # older comparisons have no reference
+        known = base is None or entry is base or results.get("reference")
+        gap = entry.get("gap") if known else _gap_over_seeds(entry, base)
+        return Cell(gap_text(gap), gap and gap["mean"])
+
+    def rate(entry: EntryResult) -> Cell:
+        edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
+        return Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"])
+
+    def stored(entry: EntryResult, key: str, template: str = ",") -> Cell:
+        return Cell.of((entry.get("stored") or {}).get(key), template)
+
+    def speed(entry: EntryResult, key: str) -> Cell:
+        ratio = (entry["speed"] or {}).get(key)
+        return Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None)
+
+    columns: dict[str, Callable[[EntryResult], Cell]] = {
+        # a telephone shows the first columns alone
+        "entry": lambda entry: Cell(entry["name"], None, f"{cost(entry, 0).text} parameters"),
+        f"validation loss, {unit}": lambda entry: _statistic_cell(entry["validation_loss"], 3),
     }
-    if heads.gap:
-        if results.get("reference"):
-            gap = entry["gap"]
-        else:
-            gap = None if base is None or entry is base else _gap_over_seeds(entry, base)
-        cells[heads.gap] = Cell(gap_text(gap), gap and gap["mean"])
-    if any(other.get("stored") for other in results["entries"]):
-        cells |= {"bits": Cell.of(file and file["bits"], ","), "bytes": Cell.of(file and file["bytes"], ",")}
-        cells["before storing"] = Cell.of(file and file["loss_before"])
-    return cells | {
-        "parameters": size,
-        "training speed": _ratio_cell(speed and speed["train_ratio"]),
-        "inference speed": _ratio_cell(speed and speed["inference_ratio"]),
-        heads.perplexity: _statistic_cell(entry["perplexity"], 2),
-        "at step 0": _statistic_cell(entry["initial_perplexity"], 1, False),
-        "FLOPs / token": flops,
-        "peak memory": Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"]),
-        "learning rate": Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"]),
+    if results.get("reference") or (base and len(entries) > 1):
+        columns[f"gap to {_base_name(results)}"] = gap
+    if any(entry.get("stored") for entry in entries):
+        columns["bits"] = lambda entry: stored(entry, "bits")
+        columns["bytes"] = lambda entry: stored(entry, "bytes")
+        columns["before storing"] = lambda entry: stored(entry, "loss_before", ".3f")
+    return columns | {
+        "parameters": lambda entry: cost(entry, 0),
+        "training speed": lambda entry: speed(entry, "train_ratio"),
+        "inference speed": lambda entry: speed(entry, "inference_ratio"),
+        f"perplexity {unit.removeprefix('nats ')}": lambda entry: _statistic_cell(entry["perplexity"], 2),
+        "at step 0": lambda entry: _statistic_cell(entry["initial_perplexity"], 1, False),
+        "FLOPs / token": lambda entry: cost(entry, 1),
+        "peak memory": lambda entry: Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"]),
+        "learning rate": rate,
     }
-
-
-def _rows_without_runs(base: EntryResult | None, heads: _Heads, results: Results) -> list[dict[str, Cell | str]]:
-    """Return the cells of entries that diverged, and of the n-gram model, as far as they have any."""
-    rows: list[dict[str, Cell | str]] = [
-        {"entry": entry["name"], heads.loss: "diverged"} for entry in results.get("diverged", ())
-    ]
-    if ngram := results.get("ngram"):
-        loss = ngram["validation_loss"]
-        cells: dict[str, Cell | str] = {"entry": f"{ngram['order']}-grams", heads.loss: Cell.of(loss)}
-        cells[heads.perplexity] = Cell.of(ngram["perplexity"], ".2f")
-        if heads.gap and base:
-            cells[heads.gap] = Cell.of(loss - base["validation_loss"]["mean"], "+z.3f")
-        rows.append(cells)
-    return rows
-
-
-def _ratio_cell(ratio: float | None) -> Cell:
-    return Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None)
 
 
 def _statistic_cell(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from relinear.compare import schema
+from relinear.compare.entry import Choice
 from relinear.compare.folder import now, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned
@@ -14,7 +15,6 @@ from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
 from relinear.evaluate.losses import perplexity_of
-from relinear.training.settings import TrainSettings
 from relinear.training.trainer import SteadySampler
 
 
@@ -25,30 +25,26 @@ def _statistic(values: list[float]) -> schema.Statistic:
 
 
 def entry_result(
-    planned: Planned,
-    settings: TrainSettings,
-    tuning: schema.Tuning | None,
-    runs: list[schema.SeedRun],
-    speed: schema.Speed | None,
-    dense: bool,
-    gap: schema.Gap | None,
+    choice: Choice, runs: list[schema.SeedRun], speed: schema.Speed | None, dense: bool, gap: schema.Gap | None
 ) -> schema.EntryResult:
     """Return an entry of ``results.json``: its operators, its tuning, and the results of its runs (one per seed).
 
     Args:
-        planned: the entry at its size.
-        settings: of its final runs, with what tuning chose.
-        tuning: what it tried.
+        choice: the entry at its size, with what tuning chose.
         runs: of every seed, from ``seed_run``.
         speed: what was measured.
         dense: whether nothing of relinear is in it.
         gap: to the reference.
     """
+    planned, settings = choice.planned, choice.settings
     operators = [
         f"{pattern}: {_config_text(config) if config else 'left dense'}"
         for pattern, config in planned.settings.operator_configs.items()
     ]
     operators += [_config_text(config) for config in planned.settings.attachment_configs]
+    stored = [run["stored"] for run in runs if run.get("stored")]
+    losses_before = [model["loss_before"] for model in stored]
+    mean_stored: Any = stored[0] | {"loss_before": statistics.fmean(losses_before)} if stored else None
     return {
         "name": planned.name,
         "operators": "; ".join(operators) or "dense",
@@ -59,24 +55,17 @@ def entry_result(
         "inactive_flops": planned.size.inactive_flops,
         "size_mismatch": planned.size_mismatch,
         "learning_rate": settings.learning_rate,
-        "tuning": tuning,
+        "tuning": choice.tuning,
         "validation_loss": _statistic([run["validation_loss"] for run in runs]),
         "perplexity": _statistic([run["perplexity"] for run in runs]),
         "initial_perplexity": _statistic([run["initial_perplexity"] for run in runs]),
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
         "speed": speed,
-        "stored": _mean_stored([stored for run in runs if (stored := run.get("stored"))]),
+        "stored": mean_stored,
         "runs": runs,
         "dense": dense,
         "gap": gap,
     }
-
-
-def _mean_stored(stored: list[schema.StoredModel]) -> schema.StoredModel | None:
-    """Return how the models of all seeds were stored, with their mean loss before; None if they were not."""
-    if not stored:
-        return None
-    return {**stored[0], "loss_before": statistics.fmean(model["loss_before"] for model in stored)}
 
 
 def seed_run(seed: int, result: Any, losses: np.ndarray) -> schema.SeedRun:
@@ -211,27 +200,26 @@ def tuning_notes(entries: Sequence[schema.SeriesEntry]) -> list[str]:
     bits = [f"{name} {tuning['bits']}" for name, tuning in tuned.items() if tuning.get("bits")]
     warmups = [f"{name} {tuning['warmup_ratio']:g}" for name, tuning in tuned.items() if "warmup_ratio" in tuning]
     moved = [name for name, tuning in tuned.items() if tuning.get("full_length", {}).get("moved")]
-    counts = {name: _trial_count(tuning) for name, tuning in tuned.items()}
-    sentences = [
-        ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
-        ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),
-        ("Bits were tuned: {}.", bits),
-        ("The fewest bits that were tried were best for {}: add fewer to match.bits.", where("bits_edge")),
-        ("Warm-up was tuned, too: of the steps it takes {}.", warmups),
-        ("The best warm-up is the shortest or longest that was tried for {}.", where("warmup_edge")),
-        *(
-            (
-                f"A final run of {entry['name']} diverged at the learning rate that tuning had found ({{}}); all its "
-                f"seeds were trained at the next lower one that was tried, {entry['learning_rate']:g}.",
-                [f"{rate:g}" for rate in entry["tuning"]["diverged"]],
+    counts = [f"{name} {_trial_count(tuning)}" for name, tuning in tuned.items()]
+    sentences = {
+        "The best learning rate lies at the edge of the grid for {}: widen the grid.": where("edge"),
+        "The best initialisation lies at the edge of its grid for {}: widen the grid.": where("initializer_edge"),
+        "Bits were tuned: {}.": bits,
+        "The fewest bits that were tried were best for {}: add fewer to match.bits.": where("bits_edge"),
+        "Warm-up was tuned, too: of the steps it takes {}.": warmups,
+        "The best warm-up is the shortest or longest that was tried for {}.": where("warmup_edge"),
+        "Runs of full length chose another learning rate than short runs for {}.": moved,
+        "Runs of tuning: {}.": counts,
+    }
+    notes = [text.format(", ".join(listed)) for text, listed in sentences.items() if listed]
+    for entry in entries:
+        if rates := (entry["tuning"] or {}).get("diverged"):
+            notes.append(
+                f"A final run of {entry['name']} diverged at the learning rate that tuning had found "
+                f"({', '.join(f'{rate:g}' for rate in rates)}); all its seeds were trained at the next lower one that "
+                f"was tried, {entry['learning_rate']:g}."
             )
-            for entry in entries
-            if entry["name"] in where("diverged")
-        ),
-        ("Runs of full length chose another learning rate than short runs for {}.", moved),
-        ("Runs of tuning: {}.", [f"{name} {n}" for name, n in counts.items()] if any(counts.values()) else []),
-    ]
-    return [text.format(", ".join(listed)) for text, listed in sentences if listed]
+    return notes
 
 
 def _trial_count(tuning: schema.Tuning) -> int:

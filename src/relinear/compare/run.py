@@ -208,10 +208,8 @@ class _SizedComparison:
         losses = {name: list(map(read_losses, folders[name])) for name in choices}
         reference = losses.get(str(recipe.reference))
         for name, choice in choices.items():
-            tuning: Any = {key: value for key, value in choice.tuning.items() if value is not None} or None
             runs = list(map(seed_run, recipe.seeds, map(read_result, folders[name]), losses[name]))
             to_reference = None if reference is None or name == recipe.reference else gap(losses[name], reference)
             dense = recipe.entries[name].dense
-            entry = entry_result(choice.planned, choice.settings, tuning, runs, speeds.get(name), dense, to_reference)
-            entries.append(entry)
+            entries.append(entry_result(choice, runs, speeds.get(name), dense, to_reference))
         return comparison_result(recipe, self.data, self.planned, entries, self.provenance, ngram, diverged)
