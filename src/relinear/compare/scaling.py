@@ -21,6 +21,10 @@ from relinear.compare.settings import CompareSettings
 _PASSES = 3
 #: log a and b of power laws, (R,) each
 Fit = tuple[np.ndarray, np.ndarray]
+#: of the means over seeds, and of the replicates
+Fits = tuple[Fit, Fit]
+#: an entry at a width, as in ``scale.json``
+Point = Mapping[str, Any]
 
 
 def fit_power_law(x: np.ndarray, losses: np.ndarray) -> Fit:
@@ -47,11 +51,12 @@ def scale_results(
     is_dense = {e["name"]: e["dense"] for e in parts[0]["entries"] if e["name"] in everywhere}
     points = {name: [_point(width, results, name) for width, results in by_width.items()] for name in is_dense}
     losses = {name: _replicated_losses(recipe, out_dir, name, points[name]) for name in is_dense}
-    dense = {name for name in is_dense if is_dense[name]}
+    dense = sorted(name for name in is_dense if is_dense[name])
+    fits = {axis: _fits(axis, points, losses) for axis in AXES}
     entries: list[dict[str, Any]] = []
     for name in is_dense:
-        axes = {axis: _fit_on_axis(name, axis, points, losses, dense) for axis in AXES}
-        entries.append({"name": name, "dense": name in dense, "points": points[name]} | axes)
+        axes = {axis: _fit_on_axis(name, axis, points, fits[axis], dense) for axis in AXES}
+        entries.append({"name": name, "dense": is_dense[name], "points": points[name]} | axes)
     verdicts = [
         f"{entry['name']} and {other}, by {unit}: {_verdict_text(meeting)}"
         for entry in entries
@@ -91,9 +96,7 @@ def _point(width: int, results: Results, name: str) -> dict[str, Any]:
     }
 
 
-def _replicated_losses(
-    recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]
-) -> np.ndarray:
+def _replicated_losses(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Point]) -> np.ndarray:
     """Return replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
 
     Of one seed its mean alone (K, 1): the spread of its text is not an interval.
@@ -108,36 +111,38 @@ def _replicated_losses(
     return np.maximum(np.stack(rows), np.finfo(float).tiny)
 
 
-def _fit_on_axis(
-    name: str,
-    axis: str,
-    points: Mapping[str, Sequence[Mapping[str, Any]]],
-    losses: Mapping[str, np.ndarray],
-    dense: set[str],
-) -> dict[str, Any] | None:
-    """Return an entry's fit against an axis, and where it crosses each dense entry; None for an unknown axis."""
-    xs = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
-    if any(None in values for values in xs.values()):
+def _fits(axis: str, points: Mapping[str, Sequence[Point]], losses: Mapping[str, np.ndarray]) -> dict[str, Fits] | None:
+    """Return every entry's fits against an axis; None if that was not measured for all of them on one machine."""
+    measured = [point for of_entry in points.values() for point in of_entry]
+    processors = {point["processor"] for point in measured} - {None}  # None: not noted
+    if any(point[axis] is None for point in measured) or (axis == "seconds" and len(processors) > 1):
         return None
-    processors = {point["processor"] for other in xs for point in points[other]} - {None}  # None: not noted
-    if axis == "seconds" and len(processors) > 1:
-        return None  # shared among unlike machines: times of one width are not those of another
-    fits: dict[str, tuple[Fit, Fit]] = {}  # of the means, of the replicates
-    for other, values in xs.items():
-        means = np.asarray([[point["validation_loss"]["mean"]] for point in points[other]])
-        x = np.asarray(values, float)
-        fits[other] = fit_power_law(x, means), fit_power_law(x, losses[other])
+    fits = {}
+    for name, of_entry in points.items():
+        x = np.asarray([point[axis] for point in of_entry], float)
+        means = np.asarray([[point["validation_loss"]["mean"]] for point in of_entry])
+        fits[name] = fit_power_law(x, means), fit_power_law(x, losses[name])
+    return fits
+
+
+def _fit_on_axis(
+    name: str, axis: str, points: Mapping[str, Sequence[Point]], fits: Mapping[str, Fits] | None, dense: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return an entry's fit against an axis, and where it crosses each dense entry; None without fits."""
+    if fits is None:
+        return None
     (log_a, b), replicated = fits[name]
     entry_fit: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
     entry_fit |= {f"{key}_interval": interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
     crossings: dict[str, dict[str, Any] | None] = {}
-    for other in sorted(dense - {name}) if name not in dense else []:
-        low, high = max(map(min, (xs[name], xs[other]))), min(map(max, (xs[name], xs[other])))
+    for other in dense if name not in dense else []:
+        ours, theirs = ([point[axis] for point in points[each]] for each in (name, other))
+        low, high = max(min(ours), min(theirs)), min(max(ours), max(theirs))
         crossings[other] = _compare_fits(fits[name], fits[other], low, high) if low < high else None
     return {"fit": entry_fit, "crossings": crossings}
 
 
-def _compare_fits(fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
+def _compare_fits(fits: Fits, other: Fits, low: float, high: float) -> dict[str, Any]:
     """Return where (and whether) two fits, of means and of replicates, meet in a range, and their gaps at its ends."""
     meeting, replicated = (crossing(*pair, low, high) for pair in zip(fits, other, strict=True))
     inside = replicated[np.isfinite(replicated)]
