@@ -29,36 +29,32 @@ def _loss_axis(entries: Sequence[EntryResult], bounds: tuple[float, float] | Non
 def curves(entries: Sequence[EntryResult], palette: Colors, ngram: Ngram | None = None) -> list[Panel]:
     """Return the validation loss against training tokens: the mean over seeds, and the band from lowest to highest.
 
-    ``ngram`` (of ``results.json``) is a horizontal line: the loss of n-grams with as many tokens.
+    ``ngram`` (of ``results.json``) is a horizontal line, the loss of n-grams with as many tokens, unless it lies so far
+    off that it would squeeze the curves.
     """
     shown: list[Series] = []
-    bounds: list[tuple[float, float]] = []
+    bounds: list[float] = []
     for number, entry in enumerate(entries):
         curve = mean_curve(entry)
         if len(curve) < 2:
             continue
         x, mean, lowest, highest = zip(*curve, strict=True)
-        shown.append(
-            _line(entry["name"], palette, number, x, mean, lowest, highest, f"{entry['name']}  {mean[-1]:.3f}")
-        )
+        label = f"{entry['name']}  {mean[-1]:.3f}"
+        shown.append(_line(entry["name"], palette, number, x, mean, lowest, highest, label))
         # the first steps span most of the range and show nothing about the operators
         later = [h for value, h in zip(x, highest, strict=True) if value >= (0.15 if len(x) > 4 else 0) * x[-1]]
-        bounds.append((min(lowest), max(later)))
+        bounds += [min(lowest), max(later)]
     if not shown:
         return []
-    low, high = min(bottom for bottom, _ in bounds), max(top for _, top in bounds)
-    guides = []
-    if ngram is not None:
+    low, high = min(bounds), max(bounds)
+    guides: list[Guide] = []
+    if ngram is not None and abs(ngram["validation_loss"] - (low + high) / 2) <= high - low:
         loss = ngram["validation_loss"]
-        text, margin = f"{ngram['order']}-grams  {loss:.3f}", 0.5 * (high - low)
-        if low - margin <= loss <= high + margin:
-            low, high = min(low, loss), max(high, loss)
-            guides = [Guide(y=loss, text=text)]
-        else:  # it would squeeze the curves: it is named at the edge that it lies beyond
-            edge, side = (0, "below ↓") if loss < low else (1, "above ↑")
-            guides = [Guide(y=_with_margin(low, high)[edge], text=f"{text} {side}")]
+        low, high = min(low, loss), max(high, loss)
+        guides = [Guide(y=loss, text=f"{ngram['order']}-grams  {loss:.3f}")]
+    margin = 0.06 * (high - low) or 0.1
     last = max(series.x[-1] for series in shown)
-    return [Panel(shown, _token_axis("training tokens", last), _loss_axis(entries, _with_margin(low, high)), guides)]
+    return [Panel(shown, _token_axis(last), _loss_axis(entries, (low - margin, high + margin)), guides)]
 
 
 def pareto(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
@@ -250,17 +246,12 @@ def _line(
     return Series(name=name, color=color, number=number, x=x, y=y, low=low, high=high, size=5, label=label)
 
 
-def _with_margin(low: float, high: float) -> tuple[float, float]:
-    margin = 0.06 * (high - low) or 0.1
-    return low - margin, high + margin
-
-
-def _token_axis(title: str, last: float) -> Axis:
-    """Return an axis from 0 to ``last``, in round numbers."""
+def _token_axis(last: float) -> Axis:
+    """Return the axis of training tokens from 0 to ``last``, in round numbers."""
     step = 10 ** math.floor(math.log10(max(last, 1))) / 2
     step *= next(factor for factor in (1, 2, 4, 10) if last / (step * factor) < 7)
     ticks = [step * i for i in range(int(last / step) + 1)]
-    return Axis(title=title, ticks={tick: _short(tick) for tick in ticks}, bounds=(0, last))
+    return Axis(title="training tokens", ticks={tick: _short(tick) for tick in ticks}, bounds=(0, last))
 
 
 def _short(value: float) -> str:
