@@ -173,11 +173,21 @@ class Engine:
         begun = [(run, row) for run, row in rows if row] or rows[:1]
         run, row = begun[0]
         text = run.label + (f" and {len(begun) - 1} more" if len(begun) > 1 else "")
-        figures: Any = {key: row.get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
         unfinished_steps = sum(row.get("step", 0) for run, row in begun if run.folder not in self._ended)
-        left = self._seconds_left(unfinished_steps)
-        counts: Any = {"run": len(self._ended), "runs": self._totals()[0], "seconds_left": left}
-        self.on_progress(Progress(text, row.get("step", 0), run.settings.steps, run.stage, **figures, **counts))
+        self.on_progress(
+            Progress(
+                text,
+                row.get("step", 0),
+                run.settings.steps,
+                run.stage,
+                loss=row.get("loss"),
+                validation_loss=row.get("validation_loss"),
+                tokens_per_second=row.get("tokens_per_second"),
+                run=len(self._ended),
+                runs=self._totals()[0],
+                seconds_left=self._seconds_left(unfinished_steps),
+            )
+        )
 
     def _seconds_left(self, unfinished_steps: int) -> float | None:
         """Return the seconds left, from the known paces; running runs have made ``unfinished_steps`` so far."""

@@ -91,23 +91,21 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     """
     result = dict(values)
     for dotted, value in overrides.items():
-        _set_key(result, dotted, dotted, value)
+        result = _with_key(result, dotted, value, dotted)
     return result
 
 
-def _set_key(values: dict[str, Any], key: str, full_key: str, value: Any) -> None:
+def _with_key(values: Mapping[str, Any], key: str, value: Any, full_key: str) -> dict[str, Any]:
+    """Return a copy of nested ``values`` with a dotted key set; ``full_key`` is for messages."""
     head, dot, rest = key.partition(".")
     if not dot or key in values:
-        values[key] = value
-        return
+        return {**values, key: value}
     inner = values.get(head)
     if inner is not None and not isinstance(inner, Mapping):
         raise ValueError(
             f"--set {quoted(full_key)}: {quoted(head)} is {quoted(inner)}, which has no settings of its own"
         )
-    inner = dict(inner or {})
-    _set_key(inner, rest, full_key, value)
-    values[head] = inner
+    return {**values, head: _with_key(inner or {}, rest, value, full_key)}
 
 
 def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

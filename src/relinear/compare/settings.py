@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
-from relinear.compare.recipe import apply_overrides, read_yaml
+from relinear.compare.recipe import apply_overrides, read_yaml, without_key
 from relinear.contract.messages import did_you_mean
 from relinear.contract.setting_text import keeps_layer, parse_setting
 from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
@@ -235,16 +235,6 @@ def _only_written(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if isinstance(value, TrainSettings) else value
 
 
-def _check_names(entries: Any) -> Any:
-    """Refuse entries whose names cannot be folders, and anything but a mapping with at least one entry."""
-    if isinstance(entries, Mapping) and entries:
-        for name in entries:
-            if not _ENTRY_NAME.fullmatch(str(name)):
-                raise ValueError(f"entry name {name!r}: use letters, digits and _ . + = - (it becomes a folder)")
-        return entries
-    raise ValueError("expected a mapping of name -> operator setting with at least one entry")
-
-
 class CompareSettings(Settings):
     """Hold the settings of a whole comparison.
 
@@ -269,7 +259,7 @@ class CompareSettings(Settings):
 
     name: str = "comparison"
     description: str = ""
-    entries: Annotated[dict[str, Annotated[Entry, BeforeValidator(_read_entry)]], BeforeValidator(_check_names)]
+    entries: Annotated[dict[str, Annotated[Entry, BeforeValidator(_read_entry)]], Field(min_length=1)]
     target: Patterns = ("all-linear",)
     train: Annotated[_SharedTrainSettings, BeforeValidator(_only_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
@@ -285,17 +275,15 @@ class CompareSettings(Settings):
     @classmethod
     def upgraded(cls, saved: Any) -> Any:
         """Return settings of an earlier version, in which ``train.steps`` may be the default beside another budget."""
-        train = saved.get("train") if isinstance(saved, Mapping) else None
-        if not isinstance(train, Mapping):
-            return super().upgraded(saved)
-        for values in (saved, {**saved, "train": {key: value for key, value in train.items() if key != "steps"}}):
-            completed = super().upgraded(values)
-            if completed is not values:
-                return completed
-        return saved
+        completed = super().upgraded(saved)
+        if completed is saved and isinstance(saved, Mapping):
+            return super().upgraded(without_key(saved, "train.steps"))
+        return completed
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareSettings:
+        if wrong := [name for name in self.entries if not _ENTRY_NAME.fullmatch(name)]:
+            raise ValueError(f"entry name {wrong[0]!r}: use letters, digits and _ . + = - (it becomes a folder)")
         for key, name in (("match.to", self.match.to), ("reference", self.reference)):
             if isinstance(name, str) and name not in self.entries:
                 raise ValueError(f"{key} names no entry: {name!r}; {did_you_mean(name, self.entries)}")
