@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from inspect import isroutine
@@ -165,13 +166,12 @@ class FitReplication:
             second = str(folder / SECOND)
             write_text(folder / SECOND, prose())
         at_once = workers or available_cores()
-        if (trained := self.decoder) is not None:
-            with executor_at(executor, 1, folder.resolve(), slurm or {}) as pool:
-                Engine(pool, 1, on_progress).run_round([Run("train", "a decoder to fit to", trained, folder / DECODER)])
-        model = model_folder(str(folder / DECODER) if trained else self._model)
         paths = {folder / FITS / f"{name}.json": job for name, job in self._jobs().items()}
         threads = max(1, available_cores() // at_once)
         with executor_at(executor, at_once, folder.resolve(), slurm or {}) as pool:
+            if (trained := self.decoder) is not None:
+                Engine(pool, 1, on_progress).run_round([Run("train", "a decoder to fit to", trained, folder / DECODER)])
+            model = model_folder(str(folder / DECODER) if trained else self._model)
             arguments = model, self.request.tokenizer, [first, second], threads
             started = [
                 pool.submit(fit, str(path), *arguments, job) for path, job in paths.items() if not path.is_file()
@@ -184,32 +184,34 @@ class FitReplication:
 
     def section(self, folder: Path) -> Section:
         """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
-        rows = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
-
-        def values(method: str, measure: str) -> list[float]:
-            """Return a measure of a method by seed: COLUMN:PROJECTIONS, where 1 and 2 are losses on the texts."""
-            column, _, which = measure.partition(":")
-            names = [f"{method}-{which}-seed-{seed}" for seed in self.request.seeds]
-            found = [rows[ORIGINAL if method == ORIGINAL else name] for name in names]
-            return [row["losses"][int(column) - 1] if column in ("1", "2") else row[column] for row in found]
+        values: dict[tuple[str, str], list[float]] = {}  # of a method and MEASURE:PROJECTIONS, by seed
+        every = itertools.product((ORIGINAL, *self.fits.methods), self.fits.projections, self.request.seeds)
+        for method, which, seed in every:
+            name = ORIGINAL if method == ORIGINAL else f"{method}-{which}-seed-{seed}"
+            row = read_values(folder / FITS / f"{name}.json")
+            losses = row.pop("losses")
+            for measure, value in {"1": losses[0], "2": losses[1], **row}.items():
+                values.setdefault((method, f"{measure}:{which}"), []).append(value)
 
         def cell(method: str, measure: str) -> Cell:
-            if method == ORIGINAL and measure[0] not in "12":
+            if (method, measure) not in values:
                 return Cell("–")
-            return Cell.of(fmean(values(method, measure)), ",.0f" if measure.startswith("par") else ".3f")
+            return Cell.of(fmean(values[method, measure]), ",.0f" if measure.startswith("par") else ".3f")
 
         def gap_of(claim: papers.Claim) -> Gap:
             """Return values over q, k and v alone, on the first text."""
             single = [f"1:{which}" for which, names in self.fits.projections.items() if len(names) == 1]
 
             def over_seeds(method: str) -> list[float]:
-                return [fmean(each) for each in zip(*(values(method, run) for run in single), strict=True)]
+                return [fmean(each) for each in zip(*(values[method, run] for run in single), strict=True)]
 
             return gap_of_means(over_seeds(claim.entry), over_seeds(claim.against))
 
-        def is_bad(method: str, which: str) -> bool:
-            return any(max(values(method, f"{text}:{which}")) > values(ORIGINAL, text)[0] + _BAD for text in "12")
-
+        bad = []
+        for method, which in itertools.product(self.fits.methods, self.fits.projections):
+            keys = f"1:{which}", f"2:{which}"
+            if max(max(values[method, key]) - values[ORIGINAL, key][0] for key in keys) > _BAD:
+                bad.append(f"{method} in {which}")
         request = papers.Request(paper=self.request.paper, budget=1, **_PAPERS_OWN)
         facts = dataclasses.replace(self, request=request)._facts, self._facts
         model, tokens, evaluated, first, second, *_ = facts[1].values()
@@ -218,7 +220,7 @@ class FitReplication:
             f"The decoder is {model}. Every method was fitted on {tokens} tokens of {first}, {100 * share:.2g} % "
             f"of those with --budget paper, and evaluated on {evaluated} of it (1) and of {second} (2)."
         )
-        if bad := [f"{m} in {s}" for m in self.fits.methods for s in self.fits.projections if is_bad(m, s)]:
+        if bad:
             scale += f" These fits are bad, more than {_BAD:g} nat above the original: {', '.join(bad)}. "
             scale += "Their gaps say more about the fit than about the operator."
         palette = colors([ORIGINAL, *self.fits.methods], ORIGINAL)

@@ -48,10 +48,6 @@ def read_results(directory: str | Path) -> Results:
         ValueError: if the file is damaged or written by a newer relinear.
     """
     path = Path(directory) / RESULTS
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist: no comparison has finished in {directory}; start it, or start it again to go on"
-        )
     results = _read(path)
     try:
         pydantic.TypeAdapter(Results).validate_python(results)
@@ -364,14 +360,12 @@ def _exponent_cell(fit: Mapping[str, Any] | None) -> Cell:
     return Cell(f"{fit['b']:.3f}{interval}", fit["b"])
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a short form for tables: 62.53M, 1.20G, 0.035; an en dash if there is nothing."""
-    if value is None:
-        return "–"
+def number(value: float) -> str:
+    """Return a short form for tables: 62.53M, 1.20G, 0.035."""
     for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.2f}{unit}"
-    return f"{value:.{digits}g}"
+    return f"{value:.3g}"
 
 
 def plus_minus(statistic: Statistic, digits: int = 3) -> str:
@@ -426,8 +420,6 @@ def series_table(results: Results) -> Table | None:
     return Table([axis, *(number(row[axis]) for row in series_rows)], rows)
 
 
-def gib(value: float | None) -> str:
+def gib(value: float) -> str:
     """Return bytes in MiB or GiB."""
-    if value is None:
-        return "–"
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
