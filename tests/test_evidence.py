@@ -225,7 +225,7 @@ def test_a_gap_of_one_seed_is_drawn_hollow_and_without_a_band(seeds):
     found = gaps.gap(losses(seeds, 30, 1), losses(seeds, 30, 2))
     entries = [{"name": "dense", "gap": None}, {"name": "hdpl", "gap": found}]
     rows = [{"tokens": tokens, "entries": entries} for tokens in (1_000, 2_000)]
-    (panel,) = series(entries, {"hdpl": "#000000"}, rows, "tokens", "dense")
+    (panel,) = series(entries, {"dense": "#000000", "hdpl": "#000000"}, rows, "tokens", "dense")
     (line,) = panel.shown
     assert line.hollow == (seeds == 1)
     assert (line.low is None) == (seeds == 1)

@@ -6,14 +6,28 @@ to show.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statistic, Trial, Tuning
-from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colors
+from relinear.pages.figures import GUIDE, Axis, Guide, Panel, Series, colors
 from relinear.system.grouped import grouped
 
 Colors = Mapping[str, str]
+
+
+def _marks(entries: Sequence[Any], palette: Colors) -> dict[str, dict[str, Any]]:
+    """Return what distinguishes an entry in every figure, by its name: arguments of ``Series``."""
+    return {
+        entry["name"]: {"name": entry["name"], "color": palette[entry["name"]], "number": number}
+        for number, entry in enumerate(entries)
+    }
+
+
+def _line(mark: Mapping[str, Any], x: Sequence[float], y: Sequence[float], label: str, band: Any = None) -> Series:
+    """Return a line; ``band`` is its lowest and highest values, not drawn if they are the same."""
+    low, high = band if band and band[0] != band[1] else (None, None)
+    return Series(**mark, x=x, y=y, low=low, high=high, size=5, label=label)
 
 
 def loss_unit(train: Mapping[str, Any] | None) -> str:
@@ -34,13 +48,14 @@ def curves(entries: Sequence[EntryResult], palette: Colors, ngram: Ngram | None 
     """
     shown: list[Series] = []
     bounds: list[float] = []
-    for number, entry in enumerate(entries):
+    marks = _marks(entries, palette)
+    for entry in entries:
         curve = mean_curve(entry)
         if len(curve) < 2:
             continue
         x, mean, lowest, highest = zip(*curve, strict=True)
         label = f"{entry['name']}  {mean[-1]:.3f}"
-        shown.append(_line(entry["name"], palette, number, x, mean, lowest, highest, label))
+        shown.append(_line(marks[entry["name"]], x, mean, label, (lowest, highest)))
         # the first steps span most of the range and show nothing about the operators
         later = [h for value, h in zip(x, highest, strict=True) if value >= (0.15 if len(x) > 4 else 0) * x[-1]]
         bounds += [min(lowest), max(later)]
@@ -62,59 +77,59 @@ def pareto(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
 
     A grey line joins the entries that no other beats in both, if there are several.
     """
-    measures = {
-        "parameters": {e["name"]: e["parameters"] for e in entries},
-        "forward FLOPs per token": {e["name"]: e["flops_per_token"] for e in entries},
-        "training µs per token": {e["name"]: 1e6 / e["speed"]["train_tokens_per_second"] for e in entries if _timed(e)},
+    measures: dict[str, Callable[[EntryResult], float | None]] = {
+        "parameters": lambda entry: entry["parameters"],
+        "forward FLOPs per token": lambda entry: entry["flops_per_token"],
+        "training µs per token": _training_microseconds,
     }
-    panels = []
-    for title, xs in measures.items():
-        measured = [(number, entry) for number, entry in enumerate(entries) if entry["name"] in xs]
+    marks, panels = _marks(entries, palette), []
+    for title, measure in measures.items():
+        measured = [(x, entry) for entry in entries if (x := measure(entry)) is not None]
         if not measured:
             continue
-        points = [(xs[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in measured]
-        x, y = zip(*(points[i] for i in pareto_front(points)), strict=True)
-        front = [Series(name="front", color=GUIDE, x=x, y=y, mode="steps", legend=False)] * (len(x) > 1)
-        markers = [_marker(entry, palette, number, xs[entry["name"]], title) for number, entry in measured]
-        panels.append(Panel([*front, *markers], Axis(title=title), _loss_axis(entries)))
+        front = pareto_front((x, entry["validation_loss"]["mean"]) for x, entry in measured)
+        shown = [_marker(marks[entry["name"]], entry, x, title) for x, entry in measured]
+        if len(front) > 1:
+            xs, ys = zip(*front, strict=True)
+            shown.insert(0, Series(name="front", color=GUIDE, x=xs, y=ys, mode="steps", legend=False))
+        panels.append(Panel(shown, Axis(title=title), _loss_axis(entries)))
     return panels
 
 
-def _timed(entry: EntryResult) -> bool:
-    return bool(entry.get("speed") and entry["speed"]["train_tokens_per_second"] > 0)
+def _training_microseconds(entry: EntryResult) -> float | None:
+    rate = entry["speed"] and entry["speed"]["train_tokens_per_second"]
+    return 1e6 / rate if rate else None
 
 
-def _marker(entry: EntryResult, palette: Colors, number: int, x: float, unit: str) -> Series:
+def _marker(mark: Mapping[str, Any], entry: EntryResult, x: float, unit: str) -> Series:
     name, mean, std = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["std"]
     text = f"{name}: {mean:.4f}{'' if std is None else f' ± {std:.4f}'}, {x:,.6g} {unit}"
-    style: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
-    style |= {"low": [mean - std], "high": [mean + std]} if std else {}
-    return Series(name=name, color=palette[name], x=[x], y=[mean], texts=[text], **style)
+    low, high = ([mean - std], [mean + std]) if std else (None, None)
+    return Series(**mark, x=[x], y=[mean], low=low, high=high, texts=[text], mode="points", size=10, label=name)
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return indices of points that no other beats in both coordinates (smaller is better), from left to right."""
-    front: list[int] = []
-    for i in sorted(range(len(points)), key=lambda i: points[i]):
-        if not front or points[i][1] < points[front[-1]][1]:
-            front.append(i)
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other beats in both coordinates (smaller is better), from left to right."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
     return front
 
 
 def speeds(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
     """Return the training and inference throughput as ratios to the reference, one row per entry."""
-    timed: list[tuple[str, Any]] = [(entry["name"], entry["speed"]) for entry in entries if entry.get("speed")]
+    timed: dict[str, Any] = {entry["name"]: entry["speed"] for entry in entries if entry.get("speed")}
     if not timed:
         return []
-    reference = timed[0][1].get("reference", "dense")
+    reference = next(iter(timed.values())).get("reference", "dense")
     shown = []
     for mode, title, number in (("train", "training", 0), ("inference", "inference", 2)):
-        for name, speed in timed:
+        style: dict[str, Any] = {"number": number, "mode": "points", "size": 11, "hollow": number > 0, "legend": False}
+        for name, speed in timed.items():
             ratio, rate = speed[f"{mode}_ratio"], speed[f"{mode}_tokens_per_second"]
             text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens per second"
-            style: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
-            point: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
-            shown.append(Series(name=name, color=palette[name], number=number, **point, **style))
+            shown.append(Series(name=name, color=palette[name], x=[ratio], y=[name], texts=[text], **style))
     axis = Axis(title=f"tokens per second, {reference} = 1", from_zero=True)
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
@@ -122,17 +137,17 @@ def speeds(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
 def tuning(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
     """Return the validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
     shown: list[Series] = []
-    for number, entry in enumerate(entries):
+    style: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
+    marks = _marks(entries, palette)
+    for entry in entries:
         trials = _chosen_trials(record) if (record := entry.get("tuning")) else []
-        finite = sorted((t["learning_rate"], t["validation_loss"]) for t in trials if t["validation_loss"] is not None)
-        if finite:
-            name, best = entry["name"], min(finite, key=lambda trial: trial[1])
-            ring = next((trial for trial in finite if trial[0] == entry["learning_rate"]), best)
-            x, y = zip(*finite, strict=True)
-            shown.append(_line(name, palette, number, x, y, label=name))
-            style: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
-            text = f"{name}: {ring[0]:.3g} was chosen"
-            shown.append(Series(name=name, color=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **style))
+        losses = {t["learning_rate"]: t["validation_loss"] for t in trials if t["validation_loss"] is not None}
+        if losses:
+            name, rates = entry["name"], sorted(losses)
+            rate = entry["learning_rate"] if entry["learning_rate"] in losses else min(losses, key=losses.__getitem__)
+            shown.append(_line(marks[name], rates, [losses[rate] for rate in rates], name))
+            text = f"{name}: {rate:.3g} was chosen"
+            shown.append(Series(name=name, color=palette[name], x=[rate], y=[losses[rate]], texts=[text], **style))
     rates = sorted({rate for series in shown for rate in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
     bottom = Axis(title="learning rate", log=True, ticks=ticks)
@@ -162,7 +177,7 @@ def series(
     by_bytes = axis == "bytes"
     lines: list[Series] = []
     bits: list[Series] = []
-    for number, name in enumerate(entry["name"] for entry in entries):
+    for name, mark in _marks(entries, palette).items():
         measured: list[tuple[int, Any]] = [(row[axis], e) for row in rows for e in row["entries"] if e["name"] == name]
         points = [(x, _seed_range(e["validation_loss"]) if by_bytes else e["gap"]) for x, e in measured]
         points = [(x, point) for x, point in points if point]
@@ -171,12 +186,10 @@ def series(
         x = [value for value, _ in points]
         means, low, high = ([point[key] for _, point in points] for key in ("mean", "low", "high"))
         label = f"{name}  {means[-1]:{'' if by_bytes else '+'}.3f}"
-        if None in low:
-            lines.append(dataclasses.replace(_line(name, palette, number, x, means, label=label), hollow=True))
-        else:
-            lines.append(_line(name, palette, number, x, means, low, high, label))
+        band = None if None in low else (low, high)
+        lines.append(dataclasses.replace(_line(mark, x, means, label, band), hollow=band is None))
         if by_bytes:
-            bits.append(_line(name, palette, number, x, [e["bits"] or 0 for _, e in measured], label=name))
+            bits.append(_line(mark, x, [e["bits"] or 0 for _, e in measured], name))
     ticks = {float(row[axis]): _short(row[axis]) for row in rows}
     if by_bytes:
         bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
@@ -198,19 +211,17 @@ def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
 
     ``unit``: of the loss.
     """
-    palette = colors([entry["name"] for entry in entries])
-    panels = []
+    marks, panels = _marks(entries, colors([entry["name"] for entry in entries])), []
     for axis, title in AXES.items():
         if not entries or not all(entry[axis] for entry in entries):
             continue
         shown = []
-        for number, entry in enumerate(entries):
+        for entry in entries:
             x, y = zip(*sorted((p[axis], p["validation_loss"]["mean"]) for p in entry["points"]), strict=True)
             texts = [f"{entry['name']}: {loss:.4f} at {compute:.4g}" for compute, loss in zip(x, y, strict=True)]
-            shared: dict[str, Any] = {"name": entry["name"], "color": palette[entry["name"]], "number": number, "x": x}
-            shown.append(Series(**shared, y=y, texts=texts, mode="points"))
+            shown.append(Series(**marks[entry["name"]], x=x, y=y, texts=texts, mode="points"))
             law = [math.exp(entry[axis]["fit"]["log_a"]) * compute ** -entry[axis]["fit"]["b"] for compute in x]
-            shown.append(Series(**shared, y=law, mode="plain", legend=False))
+            shown.append(Series(**marks[entry["name"]], x=x, y=law, mode="plain", legend=False))
         panels.append(Panel(shown, Axis(title=title, log=True), Axis(title=f"validation loss ({unit})")))
     return panels
 
@@ -229,21 +240,6 @@ def mean_curve(entry: EntryResult) -> list[tuple[float, float, float, float]]:
             losses = [loss for _, loss in values]
             points.append((values[0][0], sum(losses) / len(losses), min(losses), max(losses)))
     return points
-
-
-def _line(
-    name: str,
-    palette: Colors,
-    number: int,
-    x: Sequence[float],
-    y: Sequence[float],
-    low: Sequence[float] | None = None,
-    high: Sequence[float] | None = None,
-    label: str = "",
-) -> Series:
-    low, high = (None, None) if low == high else (low, high)
-    color = palette.get(name, REFERENCE)
-    return Series(name=name, color=color, number=number, x=x, y=y, low=low, high=high, size=5, label=label)
 
 
 def _token_axis(last: float) -> Axis:
