@@ -9,7 +9,7 @@ import pydantic
 from relinear.compare import figures
 from relinear.compare.gaps import gap_of_means
 from relinear.compare.schema import AXES, FORMAT, RESULTS, SCALE, EntryResult, Gap, Results, SeriesEntry, Statistic
-from relinear.contract.messages import quoted, validation_message
+from relinear.contract.messages import quoted
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Panel, Series, colors
@@ -20,7 +20,6 @@ from relinear.system.files import damaged_file_errors, read_json
 from relinear.training.settings import TrainSettings
 
 REPORT = "report.html"
-_ADVICE = "delete it and start the comparison again"
 #: training tokens from which on a run is no short one, and how far short ones are to be trusted (docs/claims.md)
 _LONG_RUN = 3_000_000
 DECISION_ACCURACY = (
@@ -47,34 +46,22 @@ def read_results(directory: str | Path) -> Results:
         FileNotFoundError: if no comparison has finished there.
         ValueError: if the file is damaged or written by a newer relinear.
     """
-    path = Path(directory) / RESULTS
-    results = _read(path)
-    try:
-        pydantic.TypeAdapter(Results).validate_python(results)
-    except pydantic.ValidationError as error:
-        raise ValueError(f"{path} is damaged; {_ADVICE}: {validation_message(error)}") from None
-    return results
+    return _read(Path(directory) / RESULTS, pydantic.TypeAdapter(Results).validate_python)
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
     """Return the contents of ``scale.json`` in ``directory``. Raises as ``read_results``."""
-    path = Path(directory) / SCALE
-    results = _read(path)
-    with damaged_file_errors(path, "damaged", _ADVICE):
-        results["entries"][0]["points"]
-    return results
+    return _read(Path(directory) / SCALE, lambda results: results["entries"][0]["points"])
 
 
-def _read(path: Path) -> Any:
-    """Return the values of a file of results with the columns' names of this version."""
-    try:
+def _read(path: Path, check: Callable[[Any], object]) -> Any:
+    """Return the values of a file of results that pass ``check``, with the columns' names of this version."""
+    with damaged_file_errors(path, "damaged", "delete it and start the comparison again"):
         results = with_new_columns(read_json(path))
-    except ValueError as error:
-        raise ValueError(f"{error}; {_ADVICE}") from None
-    version = results.get("format") if isinstance(results, dict) else None
-    if isinstance(version, int) and version > FORMAT:
-        raise ValueError(f"{path} has format {quoted(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
-    return results
+        if (version := results.get("format", FORMAT)) <= FORMAT:
+            check(results)
+            return results
+    raise ValueError(f"{path} has format {quoted(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
 
 
 def write_report(directory: str | Path) -> Path:
