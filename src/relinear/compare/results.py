@@ -13,6 +13,7 @@ from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
+from relinear.data import PackedData
 from relinear.evaluate import KneserNey
 from relinear.evaluate.losses import perplexity_of
 from relinear.training.trainer import SteadySampler
@@ -92,7 +93,7 @@ def _curve(rows: list[dict[str, Any]]) -> list[schema.CurvePoint]:
 
 def comparison_result(
     recipe: CompareSettings,
-    data: Any,
+    data: PackedData,
     planned: list[Planned],
     entries: list[schema.EntryResult],
     provenance: schema.Provenance,
@@ -130,7 +131,7 @@ def comparison_result(
     }
 
 
-def _budget_text(recipe: CompareSettings, data: Any, planned: list[Planned]) -> str:
+def _budget_text(recipe: CompareSettings, data: PackedData, planned: list[Planned]) -> str:
     settings = planned[0].settings
     per_step = settings.tokens_per_step
     tokens = data.description["splits"]["train"]["tokens"]
@@ -259,7 +260,7 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
 _MOST_TOKENS = 100_000_000
 
 
-def count_ngrams(recipe: CompareSettings, data: Any) -> schema.Ngram:
+def count_ngrams(recipe: CompareSettings, data: PackedData) -> schema.Ngram:
     """Return the loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and

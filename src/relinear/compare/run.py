@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from relinear.compare.engine import Engine, run_search, side_by_side
 from relinear.compare.entry import Choice, EntrySearch, least_runs
@@ -26,7 +26,7 @@ from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, EntryResult, 
 from relinear.compare.series import recipe_at, recipes_of_series, series_results
 from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import measure_speed
-from relinear.data import prepare_data
+from relinear.data import PackedData, prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.deprecated import warn_renamed, with_new_columns
@@ -36,8 +36,6 @@ from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.training.fitting import training_device
 from relinear.training.run import read_result
-
-T = TypeVar("T")
 
 
 def compare(
@@ -114,7 +112,8 @@ def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overw
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
         planned = plan_comparison(sized_recipes[-1], data.vocab_size)
     with claimed_folder(recipe, out_dir, planned, data, overwrite) as run_record:
-        provenance = recorded_provenance(run_record)
+        machine, command = run_record["machine"], run_record["command"]
+        provenance: Provenance = {"recipe": recipe_of(run_record), "machine": machine, "command": command}
         _, key, values = recipe.series
         if not values:
             return _SizedComparison(recipe, out_dir, planned, data, engine, provenance).results()
@@ -122,10 +121,9 @@ def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overw
         for index, value in enumerate(values):
             recipe_at_value = recipe_at(recipe, index, data.vocab_size, results)
             results.append(run_comparison(recipe_at_value, out_dir / key / str(value), engine))
-        if recipe.sizes is None:
-            return load_or_make_json(path, lambda: series_results(recipe, results, provenance))
-        scaled: Any = load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, provenance))
-        return scaled
+        if recipe.sizes is not None:
+            return load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, provenance))
+        return load_or_make_json(path, lambda: series_results(recipe, results, provenance))
 
 
 def _check_entries(recipe: CompareSettings) -> None:
@@ -140,16 +138,11 @@ def _check_entries(recipe: CompareSettings) -> None:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
 
 
-def load_or_make_json(path: Path, make: Callable[[], T]) -> T:
+def load_or_make_json(path: Path, make: Callable[[], object]) -> Any:
     """Return the JSON values in ``path``; if it is missing, make and write them."""
     if not path.is_file():
         write_json(path, make())
     return with_new_columns(read_json(path))
-
-
-def recorded_provenance(run_record: Mapping[str, Any]) -> Provenance:
-    """Return the part of ``run.json`` that results repeat."""
-    return {"recipe": recipe_of(run_record), "machine": run_record["machine"], "command": run_record["command"]}
 
 
 @dataclasses.dataclass
@@ -159,7 +152,7 @@ class _SizedComparison:
     recipe: CompareSettings
     out_dir: Path
     planned: list[Planned]
-    data: Any
+    data: PackedData
     engine: Engine
     provenance: Provenance
 
