@@ -11,7 +11,7 @@ from relinear.compare.folder import now
 from relinear.compare.match import at_width, config_of_preset, measure_size, operator_shapes, scaled_operators
 from relinear.compare.results import tuning_notes
 from relinear.compare.schema import Provenance, Results, SeriesRow
-from relinear.compare.settings import CompareSettings, scaled_steps
+from relinear.compare.settings import CompareSettings, Entry, scaled_steps
 
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 _SHARE = 0.75  # of the width or the depth that the controls keep
@@ -39,18 +39,18 @@ def recipe_at(
     axis, _, values = recipe.series
     value, is_last = values[index], index == len(values) - 1
     name = f"{recipe.name} at width {value}" if axis == "width" else f"{recipe.name} at {value:,} {axis}"
-    recipe_values = recipe.model_dump(exclude_unset=True) | {"name": name, "budgets": None, "sizes": None}
+    changes: dict[str, Any] = {"name": name, "budgets": None, "sizes": None}
     if axis != "width" and not is_last:
-        recipe_values["speed"] = {"seconds": 0}  # measured once, at the last
+        changes["speed"] = {"seconds": 0}  # measured once, at the last
     if axis == "tokens":
-        recipe_values |= _at_budget(recipe, index, recipe_values, results)
+        changes |= _at_budget(recipe, index, results)
     elif axis == "width":
-        recipe_values |= _at_width(recipe, value, recipe_values, vocab_size)
+        changes |= _at_width(recipe, value, vocab_size)
     else:
-        recipe_values["match"] = recipe.match.model_dump() | {"to": value}
+        changes["match"] = recipe.match.replace(to=value)
         if not is_last:
-            recipe_values["ngram"] = None  # counted once
-    return CompareSettings.load(recipe_values, name)
+            changes["ngram"] = None  # counted once
+    return recipe.replace(**changes)
 
 
 def series_results(recipe: CompareSettings, results: Sequence[Results], provenance: Provenance) -> Results:
@@ -81,27 +81,20 @@ def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
 # Budgets
 
 
-def _at_budget(
-    recipe: CompareSettings, index: int, recipe_values: dict[str, Any], results: Sequence[Results]
-) -> dict[str, Any]:
-    """Return the changes in ``recipe_values`` at one budget, with what smaller budgets have found."""
+def _at_budget(recipe: CompareSettings, index: int, results: Sequence[Results]) -> dict[str, Any]:
+    """Return the changes in a recipe at one budget, with what smaller budgets have found."""
     budgets, tune = recipe.budgets or (), recipe.tune
     ratio = budgets[index] / budgets[-1]
-    train = scaled_steps(recipe_values.get("train", {}), ratio)
-    entries = {
-        name: entry | {"set": scaled_steps(entry.get("set", {}), ratio)}
-        for name, entry in recipe_values["entries"].items()
-    }
+    train = scaled_steps(recipe.train.model_dump(exclude_unset=True), ratio)
+    entries = {name: entry.replace(set=scaled_steps(entry.set, ratio)) for name, entry in recipe.entries.items()}
     changes: dict[str, Any] = {"tokens": budgets[index], "train": train, "entries": entries}
     if tune is not None and tune.at == "smallest" and index:
         # before any budget has run, as in a dry run, every entry counts as tuned there
         tuned = _tuned_settings(results) or {name: {"learning_rate": recipe.train.learning_rate} for name in entries}
         checked = index == 1 or tune.check_full_length
         diverged = set(entries) - set(tuned)  # at the smaller budgets: they are tuned anew
-        changes["entries"] = {
-            name: _with_tuned(entry, tuned[name]) if name in tuned else entry for name, entry in entries.items()
-        }
-        changes["tune"] = tune.model_dump() | {"check_full_length": checked} if checked or diverged else None
+        entries |= {name: _with_tuned(entries[name], tuned[name]) for name in tuned}
+        changes["tune"] = tune.replace(check_full_length=checked) if checked or diverged else None
     return changes
 
 
@@ -115,7 +108,7 @@ def _tuned_settings(results: Sequence[Results]) -> dict[str, dict[str, float]]:
     return settings
 
 
-def _with_tuned(entry: dict[str, Any], tuned: Mapping[str, float]) -> dict[str, Any]:
+def _with_tuned(entry: Entry, tuned: Mapping[str, float]) -> Entry:
     """Return an entry with the learning rate and, if they were tuned, the initialisation and the warm-up."""
     changes: dict[str, float | None] = {}
     if "initializer_range" in tuned:
@@ -123,7 +116,7 @@ def _with_tuned(entry: dict[str, Any], tuned: Mapping[str, float]) -> dict[str, 
         changes["model_overrides.initializer_range"] = tuned["initializer_range"]
     if "warmup_ratio" in tuned:
         changes |= {"warmup_ratio": tuned["warmup_ratio"], "warmup_steps": None}
-    return entry | {"learning_rate": tuned["learning_rate"], "set": entry["set"] | changes}
+    return entry.replace(learning_rate=tuned["learning_rate"], set=entry.set | changes)
 
 
 def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
@@ -151,23 +144,21 @@ def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
 # Widths
 
 
-def _at_width(
-    recipe: CompareSettings, width: int, recipe_values: dict[str, Any], vocab_size: int | None
-) -> dict[str, Any]:
-    """Return the changes in ``recipe_values`` at one width: all entries scaled, and the two dense controls.
+def _at_width(recipe: CompareSettings, width: int, vocab_size: int | None) -> dict[str, Any]:
+    """Return the changes in a recipe at one width: all entries scaled, and the two dense controls.
 
     Widths, MLPs and operators grow by the same factor, heads and depth stay, as does an operator without a size.
     """
     factor = width / _model_config(recipe, str(recipe.reference)).hidden_size
-    entries: dict[str, Any] = {}
-    for name, entry in recipe_values["entries"].items():
+    entries: dict[str, Entry] = {}
+    for name in recipe.entries:
         scaled_width = round(factor * _model_config(recipe, name).hidden_size)
-        entries[name] = entry | _entry_at_width(recipe, name, scaled_width, factor, vocab_size)
+        entries[name] = _entry_at_width(recipe, name, scaled_width, factor, vocab_size)
     reference = next(name for name, entry in recipe.entries.items() if entry.dense)
-    changes: dict[str, Any] = {"entries": entries | _controls(recipe, reference, width, vocab_size)}
+    changes: dict[str, Any] = {"entries": entries | _controls(recipe, reference, width, vocab_size) | entries}
     per_parameter = recipe.sizes.tokens_per_parameter if recipe.sizes else None
     if per_parameter is not None:
-        sized = CompareSettings.load(recipe_values | changes).settings_of(reference)
+        sized = recipe.replace(sizes=None, **changes).settings_of(reference)
         changes["tokens"] = max(1, round(per_parameter * measure_size(sized, vocab_size).parameters))
     return changes
 
@@ -176,47 +167,43 @@ def _model_config(recipe: CompareSettings, name: str) -> Any:
     return config_of_preset(recipe.settings_of(name), name)
 
 
-def _entry_at_width(
-    recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None
-) -> dict[str, Any]:
-    """Return the changes in an entry at ``width``, with its operators at ``factor`` times their size."""
+def _entry_at_width(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None) -> Entry:
+    """Return an entry at ``width``, with its operators at ``factor`` times their size."""
     settings, config = recipe.settings_of(name), _model_config(recipe, name)
     if width % config.num_attention_heads:
         raise ValueError(f"{name}: width {width} is not a multiple of its {config.num_attention_heads} heads")
     sized = at_width(settings, config, width)
-    entry = recipe.entries[name]
-    changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
+    entry = _with_overrides(recipe, recipe.entries[name], sized.model_overrides)
     if settings.operators or entry.operator:
         operators = scaled_operators(sized, operator_shapes(sized, vocab_size), factor, name)
-        changes |= {"operator": None, "target": None, "operators": operators}
-    return changes
+        entry = entry.replace(operator=None, target=None, operators=operators)
+    return entry
 
 
-def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry's ``set`` with these ``model_overrides`` in place of its own."""
+def _with_overrides(recipe: CompareSettings, entry: Entry, overrides: Mapping[str, Any]) -> Entry:
+    """Return an entry with these ``model_overrides`` in place of its own."""
     # operators are written out at their size beside it
-    rest = {key: value for key, value in changes.items() if key.split(".")[0] not in ("model_overrides", "operators")}
+    rest = {key: value for key, value in entry.set.items() if key.split(".")[0] not in ("model_overrides", "operators")}
     shared = recipe.train.model_overrides
     if set(shared) - set(overrides):
-        return rest | {"model_overrides": dict(overrides)}
+        return entry.replace(set=rest | {"model_overrides": dict(overrides)})
     # Only what differs: an initialisation that all share is not the entry's own, and stays to be tuned.
-    return rest | {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
+    own = {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
+    return entry.replace(set=rest | own)
 
 
-def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
-    """Return a narrower and a shallower dense model, unless the recipe has entries of these names."""
-    settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _model_config(recipe, reference)
+def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Entry]:
+    """Return a narrower and a shallower dense model."""
+    settings, config = recipe.settings_of(reference), _model_config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head_width = width // heads
     narrower = min(2 * round(_SHARE * head_width / 2), head_width - 2)  # rotary embeddings need even heads
     if narrower < 2 or layers < 2:
         raise ValueError(f"width {width} with {heads} heads and {layers} layers leaves no smaller dense model")
-    shallower = at_width(settings, config, width).model_overrides
+    shallower = dict(at_width(settings, config, width).model_overrides)
     shallower |= {"num_hidden_layers": min(round(_SHARE * layers), layers - 1)}
     shallower.pop("n_layer", None)
-    shared = entry.model_dump(exclude_unset=True)
-    controls = {
-        NARROWER: shared | _entry_at_width(recipe, reference, heads * narrower, 1.0, vocab_size),
-        SHALLOWER: shared | {"set": _with_overrides(recipe, entry.set, shallower)},
+    return {
+        NARROWER: _entry_at_width(recipe, reference, heads * narrower, 1.0, vocab_size),
+        SHALLOWER: _with_overrides(recipe, recipe.entries[reference], shallower),
     }
-    return {name: control for name, control in controls.items() if name not in recipe.entries}
