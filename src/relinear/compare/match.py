@@ -16,6 +16,7 @@ from relinear.models import preset_config, preset_names
 from relinear.surgery.packed import packed_bytes
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
+from relinear.system.grouped import grouped
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
@@ -203,13 +204,7 @@ def operator_shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str
         layers=settings.layers,
         exclude=settings.exclude or None,
     ).replacements
-    shapes: dict[str, list[tuple[int, int]]] = {}
-    for replacement in replacements:
-        shape = (replacement.in_features, replacement.out_features)
-        shapes_of_pattern = shapes.setdefault(replacement.target.pattern, [])
-        if shape not in shapes_of_pattern:
-            shapes_of_pattern.append(shape)
-    return shapes
+    return grouped(dict.fromkeys((each.target.pattern, (each.in_features, each.out_features)) for each in replacements))
 
 
 def scaled_operators(

@@ -66,13 +66,6 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     }
 
 
-def _timed_tokens(settings: TrainSettings, steps: int) -> float:
-    """Return the tokens that take a run's time; an evaluated token counts a third."""
-    evaluations = steps // (settings.eval_every or steps) + 1
-    evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
-    return steps * settings.tokens_per_step + evaluated / 3
-
-
 def _time_text(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None, at_once: int) -> str:
     """Estimate the time of all runs from steps of the first dense model and of the first with operators.
 
@@ -83,11 +76,14 @@ def _time_text(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None,
     timed: dict[bool, tuple[float, int]] = {}
     seconds = 0.0
     for entry, count, steps in runs:
-        dense = not entry.settings.operators
+        settings, dense = entry.settings, not entry.settings.operators
         if dense not in timed:
-            timed[dense] = (seconds_per_token(entry.settings, vocabulary, entry.size.flops), entry.size.flops)
+            timed[dense] = (seconds_per_token(settings, vocabulary, entry.size.flops), entry.size.flops)
         pace, flops = timed[dense]
-        seconds += count * _timed_tokens(entry.settings, steps) * pace * max(1.0, entry.size.flops / flops)
+        evaluations = steps // (settings.eval_every or steps) + 1
+        evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
+        tokens = steps * settings.tokens_per_step + evaluated / 3  # without the backward pass
+        seconds += count * tokens * pace * max(1.0, entry.size.flops / flops)
     seconds /= max(1, min(at_once, sum(count for _, count, _ in runs)))
     on_all_text = any(entry.settings.data.max_validation_tokens is None for entry, _, _ in runs)
     evaluation = ", and evaluation on the whole validation text" if on_all_text else ""
