@@ -51,7 +51,7 @@ _DOCUMENTS = 50_000
 #: tokens of a sequence
 _LENGTH = 128
 #: options that mean the paper's own
-_PAPERS_OWN = dict.fromkeys(("model", "data", "evaluate_on"), papers.PAPER)
+_PAPERS_OWN: dict[str, Any] = dict.fromkeys(("model", "data", "evaluate_on"), papers.PAPER)
 #: nats above the original from which on a page calls a fit bad
 _BAD = 1.0
 

@@ -244,9 +244,9 @@ def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[
         return Cell(text, value, f"{value / dense_costs[index][0]:.3g}× dense" if dense_costs else "")
 
     def gap(entry: EntryResult) -> Cell:
-        # older comparisons have no reference
-        known = base is None or entry is base or results.get("reference")
-        gap = entry.get("gap") if known else _gap_over_seeds(entry, base)
+        gap = entry.get("gap")
+        if base is not None and entry is not base and not results.get("reference"):  # of an older comparison
+            gap = _gap_over_seeds(entry, base)
         return Cell(gap_text(gap), gap and gap["mean"])
 
     def rate(entry: EntryResult) -> Cell:
@@ -254,10 +254,11 @@ def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[
         return Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"])
 
     def stored(entry: EntryResult, key: str, template: str = ",") -> Cell:
-        return Cell.of((entry.get("stored") or {}).get(key), template)
+        file: Any = entry.get("stored") or {}
+        return Cell.of(file.get(key), template)
 
     def speed(entry: EntryResult, key: str) -> Cell:
-        ratio = (entry["speed"] or {}).get(key)
+        ratio: Any = entry["speed"] and entry["speed"].get(key)
         return Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None)
 
     columns: dict[str, Callable[[EntryResult], Cell]] = {
