@@ -23,7 +23,7 @@ from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import eval_mode, frozen_parameters, in_dtype
 from relinear.contract.operator import named_operators
 from relinear.system.progress import Progress, ProgressCallback, no_progress
-from relinear.training.distill import objective_with_teacher
+from relinear.training.distill import TeacherObjective
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
 
@@ -113,7 +113,7 @@ def heal(
                     model,
                     samples,
                     fitting,
-                    objective=objective_with_teacher(teacher, model),
+                    objective=TeacherObjective(teacher, model),
                     out_dir=state,
                     on_progress=report,
                 )

@@ -129,9 +129,8 @@ class RunLog(TrainerCallback):
         """Call ``on_progress`` for a step; ``stage`` is the work just done or about to start."""
         settings = self._trainer.settings
         estimate = pace(self.rows, settings, step)
-        text = "preparing" if stage == "prepare" else "training"
-        seconds_left: Any = {"seconds_left": None if estimate is None else estimate[1]}
-        self._on_progress(Progress(text, step, settings.steps, stage, **self._latest, **seconds_left))
+        text, seconds_left = "preparing" if stage == "prepare" else "training", estimate and estimate[1]
+        self._on_progress(Progress(text, step, settings.steps, stage, seconds_left=seconds_left, **self._latest))
 
     def report_batch(self, batch: int, batches: int) -> None:
         """Call ``on_progress`` for a batch of a long evaluation."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.config import register
-from relinear.contract.messages import quoted
 from relinear.contract.module_state import eval_mode
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.hf.labels import IGNORED_LABEL
@@ -50,36 +49,27 @@ class Distill(ObjectiveConfig):
             ValueError: if teacher and model have different vocabularies.
         """
         teacher = from_pretrained(model_folder(self.teacher)).eval().requires_grad_(False)
-        return objective_with_teacher(
-            teacher, model, self.temperature, self.cross_entropy, name=f" {quoted(self.teacher)}"
-        )
+        return TeacherObjective(teacher, model, self.temperature, self.cross_entropy)
 
 
-def objective_with_teacher(
-    teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0, name: str = ""
-) -> Objective:
-    """Return the objective of ``Distill`` for a teacher in memory, which may share parameters with ``model``.
+class TeacherObjective:
+    """Compute the loss of ``Distill`` for a teacher in memory, which may share parameters with the model.
+
+    It is not a module, so the teacher is neither trained nor saved with the model.
 
     Args:
         teacher: put into evaluation mode for each batch; no gradient flows through it.
         model: the model to train.
         temperature, cross_entropy: as for ``Distill``.
-        name: of the teacher, for messages.
 
     Raises:
         ValueError: if teacher and model have different vocabularies.
     """
-    entries = [int(text_config(causal_model).vocab_size) for causal_model in (teacher, model)]
-    if entries[0] != entries[1]:
-        raise ValueError(f"the teacher{name} has {entries[0]} tokens, the model {entries[1]}; use one tokenizer")
 
-    return _AgainstTeacher(teacher, temperature, cross_entropy)
-
-
-class _AgainstTeacher:
-    """Compute the loss against a teacher; not a module, so the teacher is neither trained nor saved with the model."""
-
-    def __init__(self, teacher: Any, temperature: float, cross_entropy: float) -> None:
+    def __init__(self, teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0) -> None:
+        entries = [int(text_config(causal_model).vocab_size) for causal_model in (teacher, model)]
+        if entries[0] != entries[1]:
+            raise ValueError(f"the teacher has {entries[0]} tokens, the model {entries[1]}; use one tokenizer")
         self.teacher, self.temperature, self.cross_entropy = teacher, temperature, cross_entropy
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:

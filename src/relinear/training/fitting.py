@@ -55,17 +55,20 @@ class NonFiniteLossError(ValueError):
 class TrainResult:
     """Hold the result of a training run.
 
-    validation_loss, perplexity: at the end, in nats per token and its exponential; None without validation data.
-    initial_perplexity: before the first step.
-    parameters, flops_per_token: of the model (forward pass, linear layers and attached parts).
-    tokens_per_second: of training steps, without the first ones, evaluations and checkpoints.
-    peak_memory_bytes: the most memory in use during training (of the process, or of the GPU).
-    aux: the auxiliary terms of the loss and the operators' measurements in the last row, by name.
-    steps: optimiser steps done.
-    out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was written.
-    curve: the rows of metrics.jsonl.
-    stored: for a model that was stored in a few bits: its ``bits``, the ``bytes`` of its file of weights, and
-        ``loss_before``, the validation loss before it was stored. ``validation_loss`` is that of the stored model.
+    Attributes:
+        validation_loss: at the end, in nats per token; None without validation data.
+        perplexity: its exponential.
+        initial_perplexity: before the first step.
+        parameters: of the model.
+        flops_per_token: of its forward pass, linear layers and attached parts.
+        tokens_per_second: of training steps, without the first ones, evaluations and checkpoints.
+        peak_memory_bytes: the most memory in use during training (of the process, or of the GPU).
+        aux: the auxiliary terms of the loss and the operators' measurements in the last row, by name.
+        steps: optimiser steps done.
+        out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was written.
+        curve: the rows of metrics.jsonl.
+        stored: for a model that was stored in a few bits: its ``bits``, the ``bytes`` of its file of weights, and
+            ``loss_before``, the validation loss before it was stored. ``validation_loss`` is that of the stored model.
     """
 
     validation_loss: float | None

@@ -35,13 +35,6 @@ from relinear.training.optim import build_optimizer, build_schedule
 from relinear.training.settings import FitSettings
 
 _RANK_SEED_STEP = 2_654_435_761  # large, because users choose seeds that are close together
-#: parts that every checkpoint has, each as alternative names (DeepSpeed writes one folder, global_step*)
-_REQUIRED_PARTS = (
-    ("optimizer*", "global_step*"),
-    ("scheduler.pt", "global_step*"),
-    ("trainer_state.json",),
-    ("rng_state*.pth",),
-)
 #: a training loss above this multiple of the first one (or of 1 nat, if that is more) counts as diverged
 DIVERGENCE_FACTOR = 100.0
 #: seconds after which an evaluation reports its progress
@@ -82,15 +75,12 @@ def check_checkpoint(checkpoint: Path) -> None:
     Raises:
         ValueError: if a part is missing or was changed; the message names it.
     """
-    advice = "or start over with overwrite=True (--overwrite)"
     try:
         manifest = check_manifest(checkpoint)
     except ValueError as error:
+        advice = "or start over with overwrite=True (--overwrite)"
         raise ValueError(f"cannot resume from {checkpoint}: {error}, {advice}") from None
     if manifest is None:
-        missing = [names[0] for names in _REQUIRED_PARTS if not any(list(checkpoint.glob(name)) for name in names)]
-        if missing:
-            raise ValueError(f"cannot resume from {checkpoint}: it lacks {', '.join(missing)}; restore it, {advice}")
         warn_user(f"{checkpoint} has no manifest, so its parts cannot be checked for damage")
 
 
