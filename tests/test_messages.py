@@ -48,7 +48,7 @@ from relinear_cli.terminal import fitted
         (["train", "--set", "betas=3"], ["betas must be a list, got 3"]),
         (
             ["train", "--set", "steps=0", "--set", "batch_size=0"],
-            ["settings: 2 errors\n  steps must be above 0, got 0\n  batch"],
+            ["command line: 2 errors\n  steps must be above 0, got 0\n  batch"],
         ),
         (
             ["compare", "-o", "dense", "--set", "speed=false"],
@@ -74,6 +74,14 @@ def test_wrong_settings_in_the_users_words(arguments, words, capfd):
     assert not re.search(r"Input should|unable to parse", message)
     for word in words:
         assert word in message
+
+
+def test_train_names_the_part_with_the_wrong_value(tmp_path, capfd):
+    recipe = tmp_path / "recipe.yaml"
+    for part, steps in (("command line: betas must", 4), (f"{recipe}: steps must", 0)):
+        recipe.write_text(f"steps: {steps}\n")
+        assert main(["train", "--recipe", str(recipe), "--set", "betas=3"]) == 2
+        assert capfd.readouterr().err.startswith(f"error: {part}")
 
 
 def test_a_missing_directory_names_few_others(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from relinear_cli.options import Overwrite, TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
+from relinear_cli import options
 
 if TYPE_CHECKING:
     from relinear.analysis.analyses import HeldOutText
@@ -18,16 +18,16 @@ _ROWS = 12
 
 
 def command(
-    model: str = typer.Argument(help="Directory of a saved model.", metavar="MODEL"),
+    model: options.PretrainedModel,
     data: str = typer.Option("stdlib", help="Text to analyze: `stdlib`, a file or folder, a Hub name, or a task."),
     out: Path = typer.Option(Path("runs/analyze"), help="Directory for JSON and figures."),
     only: str | None = typer.Option(None, help="Analyses, such as gates,top_tokens; by default all that apply."),
     control: str | None = typer.Option(None, help="A second model with the same tokenizer, for comparison."),
-    tokenizer: Tokenizer = None,
-    text_column: TextColumn = None,
+    tokenizer: options.Tokenizer = None,
+    text_column: options.TextColumn = None,
     sequences: int = typer.Option(64, min=1, help="Sequences to read."),
     length: int = typer.Option(64, min=2, help="Tokens in each."),
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure and plot what a model's operators do on real text: the analyses that apply to it.
 
@@ -39,10 +39,10 @@ def command(
     from relinear_cli.report import write_report_of
     from relinear_cli.terminal import print_table
 
-    names = [name.strip() for name in only.split(",")] if only else []
+    names = options.parse_names(only)
     check_names(names)
     text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
-    prepare_process(models=[model, *([control] if control else [])], texts=[text.data])
+    options.prepare_process(models=[model, *([control] if control else [])], texts=[text.data])
     results = analyze_saved(model, text, out, names, control, tokenizer, overwrite=overwrite)
     for name, numbers in results.items():
         for block in analysis(name).blocks(numbers):
@@ -94,9 +94,9 @@ def analyze_saved(
     folder.check(settings, overwrite=overwrite)
     if text.data.tokenizer in ("symbols", "none"):  # a task determines the length of its samples
         text = dataclasses.replace(text, length=text.data.sequence_length)
-    reader = None if text.data.tokenizer == "none" else load_model_tokenizer(model, tokenizer, separates=False)
-    loaded = load_model(model) if loaded is None else loaded
-    second = None if control is None else load_model(control)
+    reader = None if text.data.tokenizer == "none" else options.load_model_tokenizer(model, tokenizer, separates=False)
+    loaded = options.load_model(model) if loaded is None else loaded
+    second = None if control is None else options.load_model(control)
     if text.fewer:
         text = dataclasses.replace(text, length=min(text.length, max_positions(loaded) or text.length))
     for one in (loaded, second):

@@ -68,17 +68,13 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_table
 
-    values = options.options_among(locals(), BenchSettings) | {"tokens": options.parse_numbers("--tokens", tokens)}
-    texts = {name: values.pop(name) for name in ("passes", "dtypes", "modes")}
-    texts |= {
-        "shapes": ",".join(values.pop("shapes") or ()),
-        "inference_batches": inference_batches if model else None,
-    }
-    chosen = options.chosen_settings(values | {"operators": tuple(operators or ()) or None}, overrides)
-    chosen |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
-    running = {"out_dir": out, "overwrite": overwrite}
+    lists = {"shapes": ",".join(shapes or ()), "tokens": tokens, "passes": passes, "dtypes": dtypes, "modes": modes}
+    lists["inference_batches"] = inference_batches if model else None
+    values: dict[str, Any] = {name: options.parse_names(text) for name, text in lists.items()}
+    values |= {"operators": operators, "rounds": rounds, "repeats": repeats, "threads": threads}
+    chosen = options.chosen_settings(values, overrides)
     with watch() as on_progress:
-        running["on_progress"] = on_progress
+        running = {"out_dir": out, "overwrite": overwrite, "on_progress": on_progress}
         if model is None:
             section, remarks = _bench_layers(BenchSettings.load(chosen), running)
         else:

@@ -129,13 +129,8 @@ def _changed_settings(
     if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
         changes = {"tune": {}} | changes
     values, changes = _resized(values, match), _resized(changes, match)
-    try:
-        changed = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
-        return CompareSettings.load(changed, "command line")
-    except ValueError:
-        if recipe is not None:
-            CompareSettings.load(as_written, recipe)  # names the recipe if the fault is its own
-        raise
+    changed = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
+    return options.load_changed(CompareSettings, recipe, as_written, changed)
 
 
 def _resized(values: dict[str, Any], match: str | None) -> dict[str, Any]:

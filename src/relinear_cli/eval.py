@@ -22,7 +22,7 @@ def command(
     max_tokens: int | None = typer.Option(None, min=1, help="Evaluate at most this many tokens."),
     limit: int | None = typer.Option(None, min=1, help="At most this many examples per task."),
     batch_size: int = typer.Option(8, min=1, max=2**20, help="Sequences in a forward pass."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON in place of lines."),
+    as_json: options.AsJson = False,
 ) -> None:
     """Evaluate a model: perplexity on any text, LAMBADA, and the tasks of lm-eval.
 
@@ -76,7 +76,7 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
 
 def _tasks(option: str, lambada: Path | None) -> list[str]:
     """Return the names of the tasks. Raises ValueError if there is none, or the text of LAMBADA is missing."""
-    names = [name.strip() for name in option.split(",") if name.strip()]
+    names = options.parse_names(option)
     if not names:
         raise ValueError("--tasks names no task; choose perplexity, lambada, or tasks of lm-eval")
     if "lambada" in names and not (lambada and lambada.is_file()):

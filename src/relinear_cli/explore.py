@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
+from relinear_cli import options
 
 
 def command(
@@ -14,7 +14,7 @@ def command(
         None, help="A second one, shown side by side.", metavar="DIR2", show_default=False
     ),
     data: str = typer.Option("stdlib", help="Texts: `stdlib`, a file or folder, or a Hub name."),
-    text_column: TextColumn = None,
+    text_column: options.TextColumn = None,
     sequences: int = typer.Option(256, min=1, help="Texts to read."),
     length: int = typer.Option(64, min=2, help="Tokens in each."),
     hook_points: str | None = typer.Option(
@@ -22,7 +22,7 @@ def command(
         *("--hook-points", "--sites"),
         help="Where to look, such as basis_gate,q_proj; by default every latent and gate.",
     ),
-    tokenizer: Tokenizer = None,
+    tokenizer: options.Tokenizer = None,
     index: Path | None = typer.Option(None, help="Where the index is kept; by default DIR/explore."),
     static: Path | None = typer.Option(None, help="Write one file that can be mailed, and serve nothing."),
     effects: int = typer.Option(100, min=0, help="Units in that file whose effect is measured."),
@@ -49,9 +49,9 @@ def command(
     if static is not None:
         check_page(static, overwrite)
     text = DataSettings(data=data, text_column=text_column)
-    prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
-    names = [name.strip() for name in (hook_points or "").split(",") if name.strip()]
-    subject_options: Any = {"data": text, "sequences": sequences, "length": length, "wanted": names}
+    options.prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
+    subject_options: Any = {"data": text, "sequences": sequences, "length": length}
+    subject_options["wanted"] = options.parse_names(hook_points)
     folders = [index] if second is None else [index and index / one for one in ("first", "second")]
     named = zip(filter(None, [model, second]), folders, strict=True)
     subjects = [_subject(name, tokenizer, folder, **subject_options) for name, folder in named]
@@ -84,7 +84,7 @@ def _subject(name: str, tokenizer: str | None, folder: Path | None, **subject_op
     from relinear_cli.progress import watch
 
     name = model_folder(name)
-    loaded = load_model(name, presets=False)
-    reader = load_model_tokenizer(name, tokenizer, separates=False)
+    loaded = options.load_model(name, presets=False)
+    reader = options.load_model_tokenizer(name, tokenizer, separates=False)
     with watch(name) as on_progress:
         return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **subject_options)

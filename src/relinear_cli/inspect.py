@@ -15,7 +15,7 @@ def command(
     causality: bool = typer.Option(
         False, "--causality", help="Also run the model and check that no output sees a later token."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON in place of the table."),
+    as_json: options.AsJson = False,
 ) -> None:
     """Tabulate layers, operators, parameters and FLOPs per token; nothing is written.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from relinear.contract.settings import Settings
     from relinear.data import DataSettings
+
+Chosen = TypeVar("Chosen", bound="Settings")
 
 Replace = Annotated[
     list[str] | None,
@@ -22,6 +24,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; existi
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the cost (runs, parameters, tokens, time, disk) and stop.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
 TextColumn = Annotated[str | None, typer.Option(help="Column of text in tables and Hub data; by default `text`.")]
@@ -78,6 +81,28 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
 
     chosen = {name: value for name, value in options.items() if value is not None and value != []}
     return chosen | parse_overrides(overrides or [])
+
+
+def load_changed(
+    settings: type[Chosen], recipe: str | None, values: dict[str, Any], changed: dict[str, Any]
+) -> Chosen:
+    """Return the checked settings ``changed``; an error names the recipe if its own ``values`` are wrong.
+
+    Args:
+        settings: their class.
+        recipe: by name or file; None if there is none.
+        values: of the recipe.
+        changed: these with the changes of the command line.
+
+    Raises:
+        ValueError: for wrong settings.
+    """
+    try:
+        return settings.load(changed, "command line")
+    except ValueError:
+        if recipe is not None:
+            settings.load(values, recipe)
+        raise
 
 
 def prepare_process(
@@ -229,6 +254,11 @@ def placement(
     if jobs and executor != "slurm":
         raise ValueError("--partition and --slurm need --executor slurm")
     return {"workers": workers, "executor": executor, "slurm": jobs}
+
+
+def parse_names(text: str | None) -> list[str]:
+    """Return ``"a, b"`` as ["a", "b"]; None and empty texts are an empty list."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def parse_numbers(option: str, text: str | None) -> list[int] | None:

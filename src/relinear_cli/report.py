@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from relinear.data import DataSettings
     from relinear.pages.blocks import Section
 
 
@@ -99,8 +98,12 @@ def trained_in(run: Path) -> list[Path]:
 
     An entry counts with its first seed and largest budget. Raises ValueError if no model is saved.
     """
-    parents = [run, *_first_seeds(run)]
-    folders = [folder for folder in parents if (folder / "model").is_dir() and (folder / "run.json").is_file()]
+    budgets = [folder for folder in run.glob("budgets/*") if folder.name.isdigit()]
+    largest = max(budgets, key=lambda folder: int(folder.name), default=run)
+    seeds: dict[Path, Path] = {}
+    for folder in sorted(largest.glob("runs/*/seed-*"), key=lambda f: (f.parent, len(f.name), f.name)):
+        seeds.setdefault(folder.parent, folder)
+    folders = [f for f in (run, *seeds.values()) if (f / "model").is_dir() and (f / "run.json").is_file()]
     if not folders:
         raise ValueError(f"no trained model is saved in {run}; choose a run whose models were saved (save_model)")
     return folders
@@ -116,6 +119,8 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
         ValueError: if a text is too short, or a record is damaged.
     """
     from relinear.analysis.analyses import HeldOutText, applying
+    from relinear.data import DataSettings
+    from relinear.system.files import damaged_file_errors, read_json
     from relinear_cli.analyze import analyze_saved
     from relinear_cli.options import load_model, prepare_process
 
@@ -125,28 +130,10 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
         names = applying(model)
         print(f"{folder}: {', '.join(name.replace('_', ' ') for name in names) or 'no analysis applies'}")
         if names:
-            text = HeldOutText(_data_of(folder), samples, fewer=True)
-            out = folder / "analysis"
+            with damaged_file_errors(folder / "run.json", "damaged", "start the run again"):
+                data = DataSettings(**read_json(folder / "run.json")["settings"]["data"])
+            text, out = HeldOutText(data, samples, fewer=True), folder / "analysis"
             analyze_saved(str(folder / "model"), text, out, names, loaded=model, overwrite=overwrite)
-
-
-def _data_of(folder: Path) -> DataSettings:
-    """Return the corpus that a run was trained on. Raises ValueError if its run.json does not say so."""
-    from relinear.data import DataSettings
-    from relinear.system.files import damaged_file_errors, read_json
-
-    with damaged_file_errors(folder / "run.json", "damaged", "start the run again"):
-        return DataSettings(**read_json(folder / "run.json")["settings"]["data"])
-
-
-def _first_seeds(run: Path) -> list[Path]:
-    """Return the run of the lowest seed of every entry of a comparison, at its largest budget."""
-    budgets = [folder for folder in run.glob("budgets/*") if folder.name.isdigit()]
-    largest = max(budgets, key=lambda folder: int(folder.name), default=run)
-    seeds: dict[Path, Path] = {}
-    for folder in sorted(largest.glob("runs/*/seed-*"), key=lambda f: (len(f.name), f.name)):
-        seeds.setdefault(folder.parent, folder)
-    return [seeds[entry] for entry in sorted(seeds)]
 
 
 def write_report_of(runs: list[Path], out: Path | None = None) -> Path:

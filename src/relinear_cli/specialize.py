@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from relinear_cli.options import Tokenizer, load_model, load_model_tokenizer
+from relinear_cli import options
 
 
 def command(
@@ -13,7 +13,7 @@ def command(
         ..., "--prefix-file", exists=True, help="UTF-8 text to specialise to.", metavar="FILE"
     ),
     out: Path = typer.Option(..., "--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR"),
-    tokenizer: Tokenizer = None,
+    tokenizer: options.Tokenizer = None,
     first_position: int = typer.Option(
         0, help="Position of the first token after the prefix; -1 continues after the prefix."
     ),
@@ -35,10 +35,10 @@ def command(
     prefix = read_text(prefix_file)
     import torch
 
-    loaded = load_model(str(model), presets=False)
+    loaded = options.load_model(str(model), presets=False)
     if not isinstance(loaded, CGTForCausalLM):  # relinear.specialize also takes models of vectors
         raise ValueError(f"{model} is no CGT of text; only a relinear.CGTForCausalLM can be specialised here")
-    encoder = load_model_tokenizer(str(model), tokenizer)
+    encoder = options.load_model_tokenizer(str(model), tokenizer)
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")

@@ -70,9 +70,8 @@ def command(
         "threads": threads,
     }
     values = {} if recipe is None else read_yaml(find_recipe(recipe))
-    values = apply_overrides(values, options.chosen_settings(changes, overrides))
-
-    settings = TrainSettings.load(values, recipe or "settings")
+    changed = apply_overrides(values, options.chosen_settings(changes, overrides))
+    settings = options.load_changed(TrainSettings, recipe, values, changed)
     options.prepare_process(models=[settings.model])
     if is_first_rank():  # a launcher may have started fewer ranks than expected
         ranks, sequences = rank_count(), settings.batch_size * settings.accumulation
