@@ -232,28 +232,17 @@ def test_every_dtype(dtype):
     near(cl.sandwich(a.to(dtype), b.to(dtype)), cl.sandwich(a, b))
     near(cl.exp(beta.to(dtype)), cl.exp(beta))
     near(cl.reverse(a.to(dtype)), cl.reverse(a))
-    parts = cl.decompose(beta.to(dtype))
-    near(parts[0] + parts[1], beta)
     near(cl.from_spin(cl.to_spin(a.to(dtype))), a)
     if not dtype.is_complex:
+        parts = cl.decompose(beta.to(dtype))
+        near(parts[0] + parts[1], beta)
         near(cl.exp(cl.log(cl.exp(beta.to(dtype)))), cl.exp(beta))
 
 
-def test_complex_bivectors():
-    beta = torch.complex(draw(3, 15, seed=1), draw(3, 15, seed=2))
-    parts = cl.decompose(beta)
-    torch.testing.assert_close(parts.sum(-2), beta)
-    product = cl.embed_bivector(torch.zeros_like(beta))
-    product[..., 0] = 1
-    for part in parts.unbind(-2):
-        square = cl.geometric_product(cl.embed_bivector(part), cl.embed_bivector(part))
-        assert square[..., 1:].abs().max() < 1e-12
-        product = cl.geometric_product(product, cl.exp(part))
-    torch.testing.assert_close(product, cl.exp(beta))
-    rotor = cl.exp(beta)
+def test_exponentials_of_complex_bivectors_are_normalised():
+    rotor = cl.exp(torch.complex(draw(3, 15, seed=1), draw(3, 15, seed=2)))
     one = cl.geometric_product(rotor, cl.reverse(rotor))
     torch.testing.assert_close(one[..., 0], torch.ones(3, dtype=one.dtype))
-    assert gradcheck(cl.decompose, (beta[:1].requires_grad_(),))
 
 
 def test_batches_broadcast_and_memory_stays_small():
@@ -273,6 +262,8 @@ def test_wrong_inputs_are_refused():
         cl.exp(torch.zeros(4))
     with pytest.raises(ValueError, match="method"):
         cl.decompose(torch.zeros(6), method="magic")
+    with pytest.raises(ValueError, match="real bivector"):
+        cl.decompose(torch.zeros(6, dtype=torch.complex64))
     with pytest.raises(ValueError, match="log needs rotors"):
         cl.log(torch.full((8,), 2.0))
     with pytest.raises(ValueError, match="no logarithm"):
@@ -301,11 +292,9 @@ def test_exp_of_one_bivector_is_as_precise_as_its_dtype(norm, dtype):
     assert (gradients[0][0] - gradients[1]).abs().max() <= 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("kind", ["spectral", "power_iteration", "complex"])
-def test_one_bivector_that_is_no_number_leaves_the_others_alone(kind):
+@pytest.mark.parametrize("method", ["spectral", "power_iteration"])
+def test_one_bivector_that_is_no_number_leaves_the_others_alone(method):
     beta = draw(4, planes(5), seed=6)
-    beta = beta + 0.3j * draw(4, planes(5), seed=7) if kind == "complex" else beta
-    method = "spectral" if kind == "complex" else kind
     broken = beta.clone()
     broken[1, 2], broken[3, 0] = math.nan, math.inf
     broken.requires_grad_()

@@ -146,22 +146,6 @@ class _Decompose(SpectralFunction):
         return (result - result.mT) / 2
 
 
-def _decompose_complex(matrix: Tensor) -> Tensor:
-    # P_j = v_j w_j^T (right and left eigenvectors); the eigenvalue -lambda has the projection P^T, for K^T = -K.
-    count = matrix.shape[-1] // 2
-    eigenvalues, vectors = torch.linalg.eig(matrix)
-    inverse = torch.linalg.inv(vectors)
-    # one of each pair +-lambda: those on one side of a line at an angle that real or imaginary eigenvalues never have
-    half = (eigenvalues.detach() * complex(math.cos(0.3), -math.sin(0.3))).imag.argsort(dim=-1, descending=True)
-    half = half[..., :count]
-    order = eigenvalues.detach().abs().gather(-1, half).argsort(dim=-1, descending=True)
-    chosen = half.gather(-1, order)
-    take = chosen.unsqueeze(-1).expand(*chosen.shape, matrix.shape[-1])
-    right, left = vectors.mT.gather(-2, take), inverse.gather(-2, take)
-    projection = right.unsqueeze(-1) * left.unsqueeze(-2)
-    return eigenvalues.gather(-1, chosen)[..., None, None] * (projection - projection.mT)
-
-
 def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return one step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself if that is zero.
 
@@ -218,11 +202,9 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
         spectral method is differentiable once. A bivector with an entry that is not finite gives NaN, without a
         gradient; it does not affect the others of its batch.
 
-        A complex bivector is split by its eigenvalues, which must be distinct: with repeated eigenvalues it may have no
-        decomposition.
-
     Raises:
-        ValueError: on a size that is not n(n-1)/2, an unknown method, or power iteration of a complex bivector.
+        ValueError: on a size that is not n(n-1)/2, an unknown method, or a complex bivector, which may have no
+            decomposition.
 
     Examples:
         >>> beta = torch.randn(6, dtype=torch.float64)
@@ -233,8 +215,8 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
     n = bivector_dimension(beta)
     if method not in ("spectral", "power_iteration"):
         raise ValueError(f"method must be 'spectral' or 'power_iteration', got {method!r}")
-    if beta.is_complex() and method == "power_iteration":
-        raise ValueError("power iteration needs a real bivector; use method='spectral' for a complex one")
+    if beta.is_complex():
+        raise ValueError("decompose needs a real bivector: a complex one may have no decomposition")
     if n == 1:
         return beta.new_zeros(*beta.shape[:-1], 0, 0)
     matrix = bivector_to_matrix(beta.to(compute_dtype(beta.dtype)))
@@ -243,8 +225,6 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
     matrix = torch.where(finite[..., None, None], matrix, 0.0)
     if method == "power_iteration":
         parts = _power_iteration(matrix, iterations, tolerance)
-    elif beta.is_complex():
-        parts = _decompose_complex(matrix)
     else:
         parts, _, _ = _Decompose.apply(matrix)
     parts = torch.where(finite[..., None, None, None], parts, math.nan)

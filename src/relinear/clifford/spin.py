@@ -38,7 +38,11 @@ LEFT, RIGHT = 0, 1
 class SpinShape(NamedTuple):
     """Hold the sizes of the spin representation of Cl(n): S K F K = 2^n.
 
-    The fields are S blocks, K rows, F components of a number, K columns.
+    Attributes:
+        blocks: S.
+        rows: K.
+        components: F, of a number.
+        columns: K.
 
     Examples:
         >>> relinear.clifford.spin_shape(3) == relinear.clifford.SpinShape(blocks=1, rows=2, components=2, columns=2)

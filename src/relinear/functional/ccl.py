@@ -73,9 +73,18 @@ def ccl_gated(
         g_basis, g_out: (..., R) and (..., O), or None for ones.
         x, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps: as in ``ccl``.
     """
-    h = _basis_features(x, basis, norm_gain, norm_offset, eps)
+    h = _upcast(x) @ _upcast(basis).T
+    if norm_gain is not None and norm_offset is not None:
+        centered = h - h.mean(-1, keepdim=True)
+        h = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * norm_gain + norm_offset
     h = h if g_basis is None else h * g_basis
-    return _gated_outputs(h, g_out, mix, bias, gate_bias).to(x.dtype)
+    y = h @ _upcast(mix).T
+    b = torch.zeros_like(y[..., :1]) if bias is None else bias
+    if g_out is None:
+        y = y + b
+    else:
+        y = (y + b) * g_out if gate_bias else y * g_out + b
+    return y.to(x.dtype)
 
 
 def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -98,16 +107,6 @@ def largest_shares(shares: Tensor, selected: int) -> Tensor:
     return torch.zeros_like(shares).scatter(-1, chosen, shares.gather(-1, chosen))
 
 
-def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tensor | None, eps: float) -> Tensor:
-    """Return LayerNorm(x W_basis) (..., R) (Eq. 1), without the norm if ``gain`` is None; in at least float32."""
-    h = _upcast(x) @ _upcast(basis).T
-    if gain is None:
-        return h
-    assert offset is not None
-    centered = h - h.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * gain + offset
-
-
 def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return ``gate``, or None if there is none."""
     if weight is None:
@@ -115,15 +114,6 @@ def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -
     assert features is not None
     assert bias is not None
     return gate(features, weight, bias)
-
-
-def _gated_outputs(h: Tensor, g_out: Tensor | None, mix: Tensor, bias: Tensor | None, gate_bias: bool) -> Tensor:
-    """Return (h W_mix + b) * g_out (..., O) (Eq. 4), without the gate if it is None; in at least float32."""
-    y = h @ _upcast(mix).T
-    b = torch.zeros_like(y[..., :1]) if bias is None else bias
-    if g_out is None:
-        return y + b
-    return (y + b) * g_out if gate_bias else y * g_out + b
 
 
 def ccl_dense(basis: Tensor, mix: Tensor, g_basis: Tensor | None, g_out: Tensor | None) -> Tensor:

@@ -14,7 +14,14 @@ from relinear.functional.low_rank import low_rank_factors
 
 
 class HDPLOutput(NamedTuple):
-    """Hold the result of ``hdpl``: y (..., O), z and mu (..., R), logvar (..., R) or None if nothing was sampled."""
+    """Hold the result of ``hdpl``.
+
+    Attributes:
+        y: (..., O).
+        z: (..., R).
+        mu: (..., R).
+        logvar: (..., R); None if nothing was sampled.
+    """
 
     y: Tensor
     z: Tensor

@@ -54,10 +54,12 @@ def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 class WeightedSpectrum(NamedTuple):
     """Hold the singular values of M = G^(1/2) W A^(1/2), and its singular vectors on the smaller side.
 
-    energies: (K,), the squared singular values, falling; the error of the best fit of rank R is the sum from R on.
-    vectors: (K, K), the singular vectors of the smaller side.
-    root, inverse: (K, K), the square root of that side's moment and its inverse.
-    on_inputs: whether the smaller side is that of the inputs.
+    Attributes:
+        energies: (K,), the squared singular values, falling; the error of the best fit of rank R is the sum from R on.
+        vectors: (K, K), the singular vectors of the smaller side.
+        root: (K, K), the square root of that side's moment.
+        inverse: (K, K), the inverse of ``root``.
+        on_inputs: whether the smaller side is that of the inputs.
     """
 
     energies: Tensor

@@ -20,11 +20,12 @@ SUPER = 256
 class KType(NamedTuple):
     """Describe one of llama.cpp's K types, Q2_K to Q6_K.
 
-    group: inputs that share a scale.
-    symmetric: whether there are no offsets.
-    bits: of the integer multiples that scales and offsets are.
-    parts: of a block of ``SUPER`` weights, in the order in which they are stored: the codes' low bits (2 or 4), their
-        high bits, the multiples, the units.
+    Attributes:
+        group: inputs that share a scale.
+        symmetric: whether there are no offsets.
+        bits: of the integer multiples that scales and offsets are.
+        parts: of a block of ``SUPER`` weights, in the order in which they are stored: the codes' low bits (2 or 4),
+            their high bits, the multiples, the units.
     """
 
     group: int

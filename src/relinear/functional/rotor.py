@@ -302,10 +302,12 @@ class NetworkSettings(NamedTuple):
     Attributes:
         out_features: size of the result.
         windows: V of every layer: entry, hidden ones, exit. The inner width is the V of the hidden layers.
-        basis, layout: as for ``rotor_layer``.
-        normalize, activation: as for ``mixed_branches``.
+        basis: as for ``rotor_layer``.
+        layout: as for ``rotor_layer``.
+        normalize: as for ``mixed_branches``.
         after_entry: whether permutation, norm and activation follow the entry layer too.
         residual: whether the entry and the exit layer add their input if they have as many inputs as outputs.
+        activation: as for ``mixed_branches``.
     """
 
     out_features: int

@@ -32,11 +32,13 @@ _PARTS = 16
 class Grid(NamedTuple):
     """Hold the values that codes represent: code c in row o and group k is the weight scale_ok (c - zero_ok).
 
-    scale, zero: (O, K); ``zero`` is in units of codes.
-    top: (O, 1), the largest code.
-    levels: the codes in ascending order; None for the integers from 0 to ``top``.
-    units: (O, U, 2); for each block of ``SUPER`` inputs, scales are integer multiples of the first and offsets (scale
-        times zero) of the second; None if they are not.
+    Attributes:
+        scale: (O, K).
+        zero: (O, K), in units of codes.
+        top: (O, 1), the largest code.
+        levels: the codes in ascending order; None for the integers from 0 to ``top``.
+        units: (O, U, 2); for each block of ``SUPER`` inputs, scales are integer multiples of the first and offsets
+            (scale times zero) of the second; None if they are not.
     """
 
     scale: Tensor

@@ -25,7 +25,7 @@ class Dense:
 
     Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
 
-    Args:
+    Attributes:
         limits: (tokens, size limit for up to so many tokens), fewest tokens first. The limits of bfloat16 are for
             processors with tiles (AMX); others use those of float32.
     """

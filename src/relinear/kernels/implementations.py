@@ -115,7 +115,7 @@ class Call:
 class Implementation(NamedTuple):
     """One way to compute a kernel.
 
-    Args:
+    Attributes:
         name: shown in the log.
         unsupported_reason: returns "" if ``run`` supports the call, else why not.
         run: takes the kernel's arguments.

@@ -23,8 +23,9 @@ from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 class Sample:
     """Hold a kernel, its reference and the arguments that it is checked with.
 
-    Args:
-        module, function: the kernel's module, and the name of its function there.
+    Attributes:
+        module: of the kernel.
+        function: its name there.
         reference: a function of torch operations with the kernel's signature.
         argument_lists: with every size of tile (``tiles.rows``), and with and without optional arguments.
         training: whether the kernel has a backward pass.
