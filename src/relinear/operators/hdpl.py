@@ -156,10 +156,10 @@ class HDPL(OperatorConfig):
         rank: R, latent dimensions of the context path.
         blocks: K, blocks of the detail path; must divide in_features and out_features.
         beta: weight of the regulariser, which is averaged over the tokens whose prediction the model's loss counts.
-        bound: bound on the divergence from the standard normal prior. "clamp" (the paper): each token's KL is clamped
-            at ln 2; clamped tokens, nearly all at usual sizes, have no gradient (see the metric ``clamped``).
-            "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form of the divergence
-            that the paper's approximates. Only the last two regularise in practice.
+        bound: how the divergence from the standard normal prior enters the loss. "clamp" (the paper): each token's KL,
+            at most ln 2; tokens above, nearly all at usual sizes, have no gradient (metric ``clamped``). "free_bits":
+            each dimension's KL above ``free_nats``. "geometric_jsd": without a bound, the divergence that the paper's
+            approximates, in closed form. Only the last two regularise in practice.
         free_nats: free nats per latent dimension with "free_bits"; None divides the paper's ln 2 by R.
         noise: sample z in training (the paper). False is the ablation without the variational part: z = mu(x) in
             training, too. There is no variance encoder, auxiliary loss or metric, and ``beta`` has no effect.

@@ -264,15 +264,16 @@ class RotorLinear(Operator):
         Kronecker factors multiply to V, so their fans grow as the square root of the width.
         """
         roles = super().param_roles()
-        for name in roles:
-            if name.rpartition(".")[2] in ("left", "right") and self.config.terms == "rotor":
-                roles[name] = ParamRole(None, lr_multiplier=self.config.lr_multiplier, weight_decay=False)
-            elif name.rpartition(".")[2] in ("left", "right") and self.config.terms == "kronecker":
-                roles[name] = roles[name]._replace(growth=0.5)
-            elif name.rpartition(".")[2] in ("left", "right"):
-                roles[name] = roles[name]._replace(fan_out=None)
-            elif name.rpartition(".")[2] == "scale":
-                roles[name] = ParamRole(None, weight_decay=False)
+        for name, role in roles.items():
+            match name.rpartition(".")[2], self.config.terms:
+                case "scale", _:
+                    roles[name] = ParamRole(None, weight_decay=False)
+                case "left" | "right", "rotor":
+                    roles[name] = ParamRole(None, lr_multiplier=self.config.lr_multiplier, weight_decay=False)
+                case "left" | "right", "kronecker":
+                    roles[name] = role._replace(growth=0.5)
+                case "left" | "right", "multivector":
+                    roles[name] = role._replace(fan_out=None)
         return roles
 
 

@@ -192,17 +192,13 @@ class LaurelPreviousResidual(nn.Module):
 
 
 class _Streams:
-    """Hold the streams x_i of one forward pass, by i; all layers share the object.
+    """Hold the streams x_i of one forward pass, by i; all layers share the object, whatever the pass is of.
 
     It is not a dictionary, because accelerate passes a copy of every dictionary to each layer when it moves arguments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runner: Any, inputs: dict[str, Any]) -> None:
         self.by_index: dict[int, Tensor] = {}
-
-
-def _new_streams(runner: Any, inputs: dict[str, Any]) -> _Streams:
-    return _Streams()
 
 
 class _Received:
@@ -270,7 +266,7 @@ class LaurelPA(ResidualConfig):
 
     def attach(self, model: nn.Module) -> None:
         received = _Received()
-        install_layer_context(model, _STREAMS, _new_streams, received.receive)
+        install_layer_context(model, _STREAMS, _Streams, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
             part = LaurelPreviousResidual(_width(block), self.rank, streams, factory_kwargs_like(block.module))
