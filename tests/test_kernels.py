@@ -9,6 +9,7 @@ import logging
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from relinear.kernels import (
     pivoted_low_rank,
     triton,
 )
-from relinear.kernels.implementations import Call, Implementation
+from relinear.kernels.implementations import Call, Implementation, environment_choice
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -149,7 +150,7 @@ def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(any_inputs, monkey
     assert not runs("cgt", 4096, 2048)  # it has no backward pass
     assert runs("transponder", 4096, 4096)  # a training step
     assert not runs("hdpl", 65536, 8192)
-    with triton.triton_kernels("force"):
+    with mock.patch.object(triton, "MODE", "force"):
         with torch.no_grad():
             assert runs("transponder", 4096, 4096)
         assert not runs("cgt", 4096, 2048)
@@ -159,15 +160,15 @@ def test_kernels_of_a_gpu_can_be_forced_and_turned_off(any_inputs, monkeypatch) 
     asked = []
     monkeypatch.setattr(triton, "failed_check", lambda *given: asked.append(given) or "off by 1")
     call = Call(torch.zeros(2, dtype=torch.float16))
-    with triton.triton_kernels("force"):
+    with mock.patch.object(triton, "MODE", "force"):
         assert not triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8)
-    with triton.triton_kernels("0"):
+    with mock.patch.object(triton, "MODE", "off"):
         assert triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8) == "RELINEAR_TRITON=0"
     assert not asked
     assert triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8) == "off by 1"
     assert asked == [("hdpl", "cpu", torch.float16)]
-    with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"), triton.triton_kernels("yes"):
-        pass
+    with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"):
+        environment_choice("RELINEAR_TRITON", "yes", triton.MODES)
 
 
 def logged_by(caplog, run) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def forced(monkeypatch):
     """Every call takes its Triton kernel, on the CPU too."""
     monkeypatch.setattr(triton, "DEVICE", DEVICE)
     monkeypatch.setattr(triton, "_inputs_unsupported", lambda *given: "")
-    with triton.triton_kernels("off"):
+    with mock.patch.object(triton, "MODE", "off"):
         yield
 
 
@@ -134,7 +135,7 @@ def test_layer_uses_its_kernel(name: str, forced, monkeypatch) -> None:
     calls = []
     kernel = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *given: (calls.append(function), kernel(*given))[1])
-    with triton.triton_kernels("force"):
+    with mock.patch.object(triton, "MODE", "force"):
         actual = outcome()
         assert calls == [function]
         if not training:
@@ -154,7 +155,7 @@ def test_hidden_steps_of_a_network_use_their_kernel(settings: dict, forced, monk
         given = layer.eval()(x)
     calls, kernel = [], rotor.rotor_step
     monkeypatch.setattr(rotor, "rotor_step", lambda *given: (calls.append(len(given)), kernel(*given))[1])
-    with triton.triton_kernels("force"):
+    with mock.patch.object(triton, "MODE", "force"):
         torch.testing.assert_close(run(layer.train(), [x], torch.float32), expected, rtol=1e-4, atol=1e-5)
         with torch.no_grad():
             for _ in range(2):
@@ -168,9 +169,9 @@ def test_modulator_of_the_cgt_uses_its_kernel_in_inference(forced, monkeypatch) 
     monkeypatch.setattr(cgt, "modulate", lambda *given: (calls.append(1), kernel(*given))[1])
     with torch.no_grad():
         expected = kernels_cgt.modulate(*given)
-        with triton.triton_kernels("force"):
+        with mock.patch.object(triton, "MODE", "force"):
             actual = kernels_cgt.modulate(*given)
-    with triton.triton_kernels("force"):
+    with mock.patch.object(triton, "MODE", "force"):
         run(kernels_cgt.modulate, given, torch.float32)
     assert calls == [1]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -94,20 +94,20 @@ def analyze_saved(
     folder.check(settings, overwrite=overwrite)
     if text.data.tokenizer in ("symbols", "none"):  # a task determines the length of its samples
         text = dataclasses.replace(text, length=text.data.sequence_length)
-    reader = None if text.data.tokenizer == "none" else options.load_model_tokenizer(model, tokenizer, separates=False)
+    reads_text = text.data.tokenizer != "none"
+    model_tokenizer = options.load_model_tokenizer(model, tokenizer, separates=False) if reads_text else None
     loaded = options.load_model(model) if loaded is None else loaded
-    second = None if control is None else options.load_model(control)
+    control_model = None if control is None else options.load_model(control)
     if text.fewer:
         text = dataclasses.replace(text, length=min(text.length, max_positions(loaded) or text.length))
-    for one in (loaded, second):
-        if one is not None:
-            if reader is not None:
-                check_tokenizer_fits(reader, one)
-            check_length_fits(text.length, one)
-    tokens = tokens_of(text, reader)
+    for analyzed in [loaded] if control_model is None else [loaded, control_model]:
+        if reads_text:
+            check_tokenizer_fits(model_tokenizer, analyzed)
+        check_length_fits(text.length, analyzed)
+    tokens = tokens_of(text, model_tokenizer)
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
     run = next((folder for folder in (Path(model), Path(model).parent) if (folder / "run.json").is_file()), None)
-    subject = Subject(loaded, tokens, reader, second, _name(model), other, text.data, run)
+    subject = Subject(loaded, tokens, model_tokenizer, control_model, _name(model), other, text.data, run)
     with folder.open(settings, overwrite=overwrite), watch() as on_progress:
         facts = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
         folder.write(model=model, control=control, **facts)

@@ -36,7 +36,7 @@ def command(
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is not a run of relinear train, so it names no data to evaluate on; add --data")
     options.prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
-    reader = options.load_model_tokenizer(folder, tokenizer)
+    model_tokenizer = options.load_model_tokenizer(folder, tokenizer)
     model = options.load_model(folder, presets=False)
 
     results: dict[str, Any] = {}
@@ -48,17 +48,19 @@ def command(
         values |= {"text_column": text_column} if text_column and not as_run else {}
         chosen = DataSettings.load(values, "data")
         length = sequence_length or (settings or {}).get("sequence_length")
-        perplexity_options: Any = {} if as_run else {"tokenizer": reader, "sequence_length": length, "stride": stride}
+        arguments: Any = {"max_tokens": max_tokens, "batch_size": batch_size}
+        if not as_run:
+            arguments |= {"tokenizer": model_tokenizer, "sequence_length": length, "stride": stride}
         text: Any = prepare_data(chosen).validation if as_run else iter_texts(chosen, split)
-        measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **perplexity_options)
+        measured = evaluate.perplexity(model, text, **arguments)
         results["perplexity"] = {name: getattr(measured, name) for name in ("perplexity", "loss", "tokens")}
         results["perplexity"] |= {"data": chosen.data, "split": split}
     if lambada is not None and "lambada" in names:
-        scored = evaluate.lambada(model, reader, lambada, max_examples=limit, batch_size=batch_size)
+        scored = evaluate.lambada(model, model_tokenizer, lambada, max_examples=limit, batch_size=batch_size)
         results["lambada"] = {"accuracy": scored.accuracy, "perplexity": scored.perplexity, "examples": scored.examples}
     harness_tasks = [name for name in names if name not in ("perplexity", "lambada")]
     if harness_tasks:
-        results |= evaluate.lm_eval(model, reader, harness_tasks, batch_size=batch_size, limit=limit)
+        results |= evaluate.lm_eval(model, model_tokenizer, harness_tasks, batch_size=batch_size, limit=limit)
     _print(results, as_json)
 
 

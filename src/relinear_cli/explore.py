@@ -85,6 +85,6 @@ def _subject(name: str, tokenizer: str | None, folder: Path | None, **subject_op
 
     name = model_folder(name)
     loaded = options.load_model(name, presets=False)
-    reader = options.load_model_tokenizer(name, tokenizer, separates=False)
+    model_tokenizer = options.load_model_tokenizer(name, tokenizer, separates=False)
     with watch(name) as on_progress:
-        return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **subject_options)
+        return prepare_subject(name, loaded, model_tokenizer, folder=folder, on_progress=on_progress, **subject_options)

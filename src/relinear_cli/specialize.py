@@ -38,11 +38,11 @@ def command(
     loaded = options.load_model(str(model), presets=False)
     if not isinstance(loaded, CGTForCausalLM):  # relinear.specialize also takes models of vectors
         raise ValueError(f"{model} is no CGT of text; only a relinear.CGTForCausalLM can be specialised here")
-    encoder = options.load_model_tokenizer(str(model), tokenizer)
-    ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
+    model_tokenizer = options.load_model_tokenizer(str(model), tokenizer)
+    ids = torch.tensor(model_tokenizer(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")
-    check_tokenizer_fits(encoder, loaded)
+    check_tokenizer_fits(model_tokenizer, loaded)
     position = len(ids) if first_position == -1 else first_position
     stock = specialize(loaded, ids, first_position=position)
 
@@ -52,7 +52,7 @@ def command(
         positions = torch.arange(position, position + probe.shape[1])[None]
         expected = loaded(probe, frozen_context=frozen, position_ids=positions).logits
         difference = (stock(probe).logits - expected).abs().max().item()
-    save_pretrained(stock, out, tokenizer=encoder)
+    save_pretrained(stock, out, tokenizer=model_tokenizer)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (loaded, stock))
     print(f"read {len(ids)} tokens; GPT-2 with {after:,} of {before:,} parameters written to {out}")
     print(f"largest logit difference from the frozen model: {difference:.1e}")

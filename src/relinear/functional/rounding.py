@@ -219,15 +219,15 @@ def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tenso
     return result
 
 
-def _in_order(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def _in_order(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order in which to round inputs (descending mean squares) and A's Cholesky factor in reverse order."""
     order = inputs.diagonal().argsort(descending=True)
     a = inputs.double()[order][:, order]
-    a.diagonal().add_(damping * a.diagonal().mean().clamp_min(1e-30))
+    a.diagonal().add_(_DAMPING * a.diagonal().mean().clamp_min(1e-30))
     return order, torch.linalg.cholesky(a.flip(0, 1))  # reversed, so that A need not be inverted
 
 
-def uncompensated(inputs: Tensor, damping: float = _DAMPING) -> Tensor:
+def uncompensated(inputs: Tensor) -> Tensor:
     """Return for every input the part of its mean square (I,) that later inputs cannot compensate in ``gptq``.
 
     A rounding error e of input i adds e^2 times this number, the squared diagonal of the Cholesky factor, to the error
@@ -235,9 +235,8 @@ def uncompensated(inputs: Tensor, damping: float = _DAMPING) -> Tensor:
 
     Args:
         inputs: A (I, I).
-        damping: as in ``gptq``.
     """
-    order, lower = _in_order(inputs, damping)
+    order, lower = _in_order(inputs)
     return torch.empty(len(order)).to(lower).index_copy_(0, order, lower.diagonal().flip(0).square())
 
 
@@ -299,7 +298,7 @@ def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, costs: 
     return errors.sum() / ranges[rows].sum().clamp_min(1e-30) * (ranges @ row_weights)
 
 
-def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
+def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor) -> Tensor:
     """Round one input after another, so that later inputs compensate the error so far; return float codes (O, I).
 
     This is GPTQ (Frantar et al. 2022), that is OBQ in a fixed order: inputs by falling mean squares. With the Cholesky
@@ -311,9 +310,8 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float 
         grid: scales and zero points of every row and group; they do not change.
         group: inputs that share a scale.
         inputs: A (I, I).
-        damping: added to the diagonal of A, as a share of its mean.
     """
-    order, lower = _in_order(inputs, damping)
+    order, lower = _in_order(inputs)
     upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False).flip(0, 1).to(weight)
     scale, zero = (t[:, order].T.contiguous() for t in grid.wide(group, weight.shape[1]))
     target, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)

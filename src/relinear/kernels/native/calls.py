@@ -85,7 +85,7 @@ def _array(values: Iterable[int]) -> bytes:
 _DTYPES = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
 
 
-def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
+def _checked_sizes(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
     """Check that tensors are contiguous on the CPU and agree in sizes; return the sizes by letter.
 
     Args:
@@ -119,7 +119,7 @@ def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
 
 def _run(name: str, layout: str, tensors: Sequence[Tensor | None], counts: str) -> None:
     """Run a kernel on ``tensors``, which ``layout`` describes, and the sizes of the letters ``counts``."""
-    sizes = _fit(layout, *tensors)
+    sizes = _checked_sizes(layout, *tensors)
     assert tensors[0] is not None
     assert sizes.get("R", 0) <= LARGEST_RANK
     _run_in_dtype(name, tensors[0], *map(_address, tensors), *(sizes[letter] for letter in counts))
@@ -142,7 +142,7 @@ def modulated_layer(
 ) -> Callable[[Tensor], Tensor]:
     """Return ``modulate`` of weight x + bias as a function of x (..., I), without a graph; ``channel`` is B (O, R)."""
     down, up = down.contiguous(), channel.T.contiguous()
-    sizes = _fit("down:RI up:RO:f32 scalar:1R:f32", down, up, scalar)
+    sizes = _checked_sizes("down:RI up:RO:f32 scalar:1R:f32", down, up, scalar)
     inputs, outputs, rank = sizes["I"], sizes["O"], sizes["R"]
     assert rank <= LARGEST_RANK
     run, half = _kernel("modulate"), weight.dtype == torch.bfloat16
@@ -195,7 +195,7 @@ def hdpl_layer(
     groups, block_outputs, block_inputs = blocks.shape
     inputs, outputs, half = groups * block_inputs, groups * block_outputs, blocks.dtype == torch.bfloat16
     layout = "blocks:KGD encoder:RI encoder_bias:R decoder:OR bias:O"
-    rank = _fit(layout, blocks, encoder, encoder_bias, decoder, bias, I=inputs, O=outputs)["R"]
+    rank = _checked_sizes(layout, blocks, encoder, encoder_bias, decoder, bias, I=inputs, O=outputs)["R"]
     run, sizes = _kernel("hdpl_layer"), (inputs, rank, outputs, groups)
 
     def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Tensor | None]:
@@ -224,9 +224,9 @@ def ccl_layer(
     *gates, gate_bias, eps = gates_and_settings
     width, parameters = context, (basis, mix, bias, gain, offset, *gates)
     for pair in zip(trunk[::2], trunk[1::2], strict=True):
-        width = _fit("trunk:OI trunk:O", *pair, I=width)["O"]
+        width = _checked_sizes("trunk:OI trunk:O", *pair, I=width)["O"]
     layout = "basis:RI mix:OR bias:O gain:R offset:R basis_gate:RC basis_gate:R output_gate:OC output_gate:O"
-    shape = _fit(layout, *parameters, C=width)
+    shape = _checked_sizes(layout, *parameters, C=width)
     if not context and any(gate is not None for gate in gates):
         raise ValueError("gates need a context")
     inputs, outputs, run, half = shape["I"], shape["O"], _kernel("ccl_layer"), basis.dtype == torch.bfloat16
@@ -251,7 +251,7 @@ def _check_packed(inputs: int, codes: Tensor, scales: Tensor, zeros, bits: int, 
     if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
         raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
     layout, groups = "scales:OK codes:OW:u8 zeros:OK:u8 bias:O", -(-inputs // group)
-    return _fit(layout, scales, codes, zeros, bias, K=groups, W=inputs // 8 * bits)["O"], scales.dtype
+    return _checked_sizes(layout, scales, codes, zeros, bias, K=groups, W=inputs // 8 * bits)["O"], scales.dtype
 
 
 def quantized_layer(
@@ -315,20 +315,20 @@ def decoder_layer(
     numbers, outputs = [], []
     for inputs, codes, scales, zeros, bits, group, bias in matrices:
         outputs.append(_check_packed(inputs, codes, scales, zeros, bits, group, bias)[0])
-        _fit("scales:OK:f32", scales)
+        _checked_sizes("scales:OK:f32", scales)
         numbers += [*map(_address, (codes, scales, zeros, bias)), inputs, outputs[-1], bits, group]
     width, queries, keys, inner = matrices[0][0], outputs[0], outputs[1], outputs[4]
     fits = [m[0] for m in matrices] == [width, width, width, queries, width, width, inner]
     fits = fits and outputs == [queries, keys, keys, width, inner, inner, width]
     if not fits or queries % keys or keys % size or size % 2:
         raise ValueError(f"matrices of {outputs} outputs do not fit into a decoder layer with heads of {size}")
-    _fit("norm:W:f32 norm:W:f32", *norms, W=width)
+    _checked_sizes("norm:W:f32 norm:W:f32", *norms, W=width)
     shared, sharing = keys // size, queries // keys
     layer = _array((*numbers, *map(_address, norms), shared * sharing, shared, size))
     first, second = _kernel("decoder_before"), _kernel("decoder_after")
 
     def before(x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _fit("cosines:11S:f32 sines:11S:f32", cosine, sine, S=size)
+        _checked_sizes("cosines:11S:f32 sines:11S:f32", cosine, sine, S=size)
         query, key = x.new_empty(1, shared, sharing, size), x.new_empty(1, shared, 1, size)
         value = torch.empty_like(key)
         tensors = query, key, value, x, cosine, sine
@@ -348,7 +348,7 @@ def change_codes(
 ) -> None:
     """Compute ``functional.rounding.change_codes`` of contiguous vectors in float32."""
     tensors = values, codes, weighted, outputs, scale, zero, top
-    _fit("values:O codes:O weighted:O outputs:OO scale:O zero:O top:O", *tensors)
+    _checked_sizes("values:O codes:O weighted:O outputs:OO scale:O zero:O top:O", *tensors)
     _kernel("change_codes")(*map(_address, tensors), moment, len(values), parts)
 
 
@@ -381,7 +381,7 @@ class Network:
         if counts != [factor.shape[:2] for factor in left] or {*windows[1:-1]} != {inner}:
             raise ValueError(f"layers of {len(left)} windows {windows} must have {counts} output and input windows")
         branches = network.after_entry + sum(len(factor) for factor in left[1:-1])
-        _fit("slopes:B mix:B orders:BV:i32", slopes, mix, orders, B=branches, V=inner)
+        _checked_sizes("slopes:B mix:B orders:BV:i32", slopes, mix, orders, B=branches, V=inner)
         reads, writes = reference.window_tables(in_features, network.out_features, network, slopes)
         blades, signs, *spins = reference.basis_tables(network, slopes)
         tables = [*zip(blades, signs, *spins, strict=True)] or [(None, None, 0, 0)] * len(left)
@@ -401,7 +401,7 @@ class Network:
 
 def _layer(a: Tensor, b: Tensor, window: int, blade, sign, rows: int, components: int) -> tuple[int, ...]:
     """Describe a layer to C++: factors (o, i, S, L, L) and (o, i, S, R, R), and tables of its coordinates."""
-    sizes = _fit("left:oiSLL right:oiSRR", a, b)
+    sizes = _checked_sizes("left:oiSLL right:oiSRR", a, b)
     outputs, inputs, separate, left, right = (sizes[letter] for letter in "oiSLR")
     shared = reference.shared_coordinates(window, a, b)
     if left % 8 or right % 8 or shared % left or shared % right or separate not in (1, window // shared):
@@ -412,13 +412,13 @@ def _layer(a: Tensor, b: Tensor, window: int, blade, sign, rows: int, components
 
 def rotor_network(y: Tensor, x: Tensor, network: Network, bias: Tensor | None) -> None:
     """Write the network of x (N, in_features) to y (N, out_features)."""
-    sizes = _fit("y:NO x:NI bias:O:f32", y, x, bias, I=network.in_features, O=network.out_features)
+    sizes = _checked_sizes("y:NO x:NI bias:O:f32", y, x, bias, I=network.in_features, O=network.out_features)
     _run_in_dtype("rotor_network", x, _address(y), _address(x), sizes["N"], *network.description(bias))
 
 
 def rotor_network_backward(to_x: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, network: Network) -> None:
     """Write the gradient of x and, as one row of ``sums`` per thread, parts of those of factors, slopes and mix."""
     known_sizes = {"I": network.in_features, "O": network.out_features, "G": network.gradients}
-    sizes = _fit("grad:NO x:NI to_x:NI sums:SG:f32", grad, x, to_x, sums, **known_sizes)
+    sizes = _checked_sizes("grad:NO x:NI to_x:NI sums:SG:f32", grad, x, to_x, sums, **known_sizes)
     arguments = _address(to_x), _address(sums), sizes["S"], _address(grad), _address(x), sizes["N"]
     _run_in_dtype("rotor_network_backward", x, *arguments, *network.description(None))

@@ -7,11 +7,10 @@ Tile sizes are not tuned.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,26 +27,11 @@ OLDEST_CAPABILITY = (8, 0)
 #: whether Triton kernels can be used; computed at import, as a compiler cannot trace a search for packages
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
-#: value of RELINEAR_TRITON -> mode of ``triton_kernels``
-TRITON_MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
+#: value of RELINEAR_TRITON -> ``MODE``
+MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
 
-
-_triton_mode = environment_choice("RELINEAR_TRITON", os.environ.get("RELINEAR_TRITON", ""), TRITON_MODES)
-
-
-@contextlib.contextmanager
-def triton_kernels(mode: str) -> Iterator[None]:
-    """Use Triton kernels within the block once they are checked ("check"), unchecked ("force"), or never ("off").
-
-    Raises:
-        ValueError: for another mode.
-    """
-    global _triton_mode
-    before, _triton_mode = _triton_mode, environment_choice("RELINEAR_TRITON", mode, TRITON_MODES)
-    try:
-        yield
-    finally:
-        _triton_mode = before
+#: Triton kernels run once they are checked ("check"), unchecked ("force"), or never ("off")
+MODE = environment_choice("RELINEAR_TRITON", os.environ.get("RELINEAR_TRITON", ""), MODES)
 
 
 def unsupported_reason(
@@ -82,11 +66,11 @@ def unsupported_reason(
         return reason
     if not HAS_TRITON:
         return "no triton for NVIDIA GPUs"
-    if _triton_mode == "off":
+    if MODE == "off":
         return "RELINEAR_TRITON=0"
     if call.grad and not training:
         return "gradients are recorded"
-    if _triton_mode == "force":
+    if MODE == "force":
         return ""
     bound = most if most_in_training is None or not call.grad else most_in_training
     if call.size * outputs(call) >= bound:
