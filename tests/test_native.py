@@ -364,10 +364,12 @@ def test_codes_change_as_in_the_reference(moment, few_rows):
     weight, x, g = (torch.randn(*shape, generator=generator) for shape in ((70, 40), (90, 40), (200, 70)))
     grid = rounding.nearest_grid(weight, 3, 16, False)
     moments = rounding.shrunk(x.T @ x / 90, 0.05), rounding.shrunk(g.T @ g / 200, 0.5) if moment else None
-    start = rounding.nearest(weight, grid, 16)
+    start = rounding.round_to_nearest(weight, grid, 16)
     change = quantized.code_changer(weight)
     assert few_rows
-    mine, theirs = (rounding.descend(weight, start, grid, 16, *moments, **k) for k in ({"change": change}, {}))
+    mine, theirs = (
+        rounding.coordinate_descent(weight, start, grid, 16, *moments, **k) for k in ({"change": change}, {})
+    )
     assert torch.equal(mine, theirs)
     assert not torch.equal(mine, start)
     assert quantized.code_changer(weight.double()) is rounding.change_codes

@@ -12,7 +12,15 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.quantized import IQ4_NL, dequantized, pack, unpack
-from relinear.functional.rounding import Grid, cross_validated_shrinkage, descend, gptq, nearest, nearest_grid, shrunk
+from relinear.functional.rounding import (
+    Grid,
+    coordinate_descent,
+    cross_validated_shrinkage,
+    gptq,
+    nearest_grid,
+    round_to_nearest,
+    shrunk,
+)
 
 
 def moments_of(inputs: int, outputs: int, seed: int = 0) -> CalibrationStatistics:
@@ -53,7 +61,7 @@ def test_the_grid_is_that_of_torchs_own_rounding(bits: int, symmetric: bool) -> 
     weight = torch.randn(6, 32)
     grid = nearest_grid(weight, bits, 32, symmetric)
     grid = Grid(grid.scale.abs(), grid.zero.round(), grid.top)
-    codes = nearest(weight, grid, 32)
+    codes = round_to_nearest(weight, grid, 32)
     wanted = torch.fake_quantize_per_channel_affine(
         weight, grid.scale.flatten(), grid.zero.flatten().int(), 0, 0, 2**bits - 1
     )
@@ -71,7 +79,9 @@ def test_ranges_are_nearer_than_the_whole_one(bits: int, symmetric: bool) -> Non
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).expand(20, 3)
     whole = Grid(scale, (-low / scale).round(), clipped.top)
-    errors = [float((g.values(nearest(weight, g, 64), 64) - weight).square().sum()) for g in (best, clipped, whole)]
+    errors = [
+        float((g.values(round_to_nearest(weight, g, 64), 64) - weight).square().sum()) for g in (best, clipped, whole)
+    ]
     assert errors[0] < errors[1] < errors[2]
 
 
@@ -106,7 +116,7 @@ def test_rounding_under_moments_is_the_plain_loop_of_obq(inputs: int) -> None:
         grid = nearest_grid(weight, bits, 16, False, moment.diagonal())
         codes = gptq(weight, grid, 16, moment)
         assert torch.equal(codes, obq(weight, grid, 16, moment, 1e-2))
-    assert not torch.equal(codes, nearest(weight, grid, 16))
+    assert not torch.equal(codes, round_to_nearest(weight, grid, 16))
     levels = torch.tensor(IQ4_NL).double()
     grid = nearest_grid(weight, 4, 16, True, moment.diagonal(), levels=levels)
     codes = gptq(weight, grid, 16, moment)
@@ -191,7 +201,7 @@ def test_units_of_scales_cost_little() -> None:
         own = nearest_grid(weight, config.bits, config.group, config.symmetric, inputs.diagonal())
         missed = []
         for grid in (own, config.grid(weight, moments)):
-            missed.append(grid.values(nearest(weight, grid, config.group), config.group) - weight)
+            missed.append(grid.values(round_to_nearest(weight, grid, config.group), config.group) - weight)
         free, shared = (float((m.square() * inputs.diagonal()).sum()) for m in missed)
         assert shared < 1.1 * free
         missed = grid.values(gptq(weight, grid, config.group, inputs), config.group) - weight
@@ -225,8 +235,8 @@ def test_the_descent_is_that_of_trying_every_code(inputs: int, weighed: bool) ->
     moments = CalibrationStatistics(shrunk(both.inputs, 0.05), shrunk(both.outputs, 0.5) if weighed else None)
     for bits in (2, 3):
         grid = nearest_grid(weight, bits, 16, False)
-        start = nearest(weight, grid, 16)
-        codes = descend(weight, start, grid, 16, moments.inputs, moments.outputs, sweeps=1)
+        start = round_to_nearest(weight, grid, 16)
+        codes = coordinate_descent(weight, start, grid, 16, moments.inputs, moments.outputs, sweeps=1)
         assert torch.equal(codes, tried_one_by_one(weight, start, grid, 16, moments))
         assert not torch.equal(codes, start)
 
@@ -238,7 +248,7 @@ def test_parts_of_many_rows_descend_too() -> None:
     codes = gptq(weight, grid, 16, moments.inputs)
     errors = [float(moments.error(weight - grid.values(codes, 16)))]
     for _ in range(3):
-        codes = descend(weight, codes, grid, 16, moments.inputs, moments.outputs, sweeps=1)
+        codes = coordinate_descent(weight, codes, grid, 16, moments.inputs, moments.outputs, sweeps=1)
         errors.append(float(moments.error(weight - grid.values(codes, 16))))
     assert errors[0] > errors[1] > errors[2] > errors[3]
 
@@ -278,7 +288,7 @@ def test_the_error_of_gptq_is_foretold_without_it(weights: str, group: int, symm
         weight *= torch.linspace(-3, 3, 96).exp()[:, None]
     if weights == "on a grid of four bits":
         grid = nearest_grid(weight, 4, group, symmetric)
-        weight = grid.values(nearest(weight, grid, group), group)
+        weight = grid.values(round_to_nearest(weight, grid, group), group)
     linear, config = torch.nn.Linear(128, 96, bias=False), relinear.Quantized(group=group, symmetric=symmetric)
     linear.weight.data = weight
     with monkeypatch.context() as patch:

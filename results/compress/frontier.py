@@ -53,7 +53,7 @@ from relinear.contract.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.evaluate import lambada
-from relinear.functional.rounding import Grid, gptq, nearest
+from relinear.functional.rounding import Grid, gptq, round_to_nearest
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
 from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
@@ -91,7 +91,7 @@ def rounded(
 def on_grid(source: nn.Module, config: relinear.Quantized, grid: Grid) -> nn.Module:
     """A layer of ``config``, to nearest on ``grid``."""
     weight = dense_weight(source).detach()
-    return taken(config.convert(source), source, grid, nearest(weight, grid, config.group))
+    return taken(config.convert(source), source, grid, round_to_nearest(weight, grid, config.group))
 
 
 def taken(operator: Operator, source: nn.Module, grid: Grid, codes: Tensor) -> nn.Module:

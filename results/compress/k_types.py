@@ -35,7 +35,7 @@ from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
-from relinear.functional.rounding import nearest
+from relinear.functional.rounding import round_to_nearest
 from relinear.system.machine import provenance
 from saved_statistics import SavedStatistics
 
@@ -81,7 +81,7 @@ def main() -> None:
             ours = config.convert(layer).fit_to_calibration_(linear_of(weight), statistics)
             rounded = {
                 "compress": ours.to_dense(),
-                "nearest": grid.values(nearest(weight, grid, config.group), config.group),
+                "nearest": grid.values(round_to_nearest(weight, grid, config.group), config.group),
                 "llama.cpp": by_llama(weight, kind, statistics.inputs.diagonal(), given.program),
             }
             found = {way: float(statistics.error((values - weight).double())) for way, values in rounded.items()}

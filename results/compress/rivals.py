@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from relinear import Quantized
 from relinear.compression.budget import stored_bytes
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.functional.rounding import Grid, nearest, nearest_grid
+from relinear.functional.rounding import Grid, nearest_grid, round_to_nearest
 from saved_statistics import SavedStatistics
 
 __all__ = ["GRIDS", "clipped", "scale_inputs_", "take_gguf_"]
@@ -146,7 +146,7 @@ def _best_scale(weights: list[Tensor], moments: CalibrationStatistics, magnitude
         for weight in weights:
             scaled = weight * scale
             grid = minmax(scaled, config)
-            missed = grid.values(nearest(scaled, grid, config.group), config.group) / scale - weight
+            missed = grid.values(round_to_nearest(scaled, grid, config.group), config.group) / scale - weight
             error += float(CalibrationStatistics(inputs).error(missed))
         if error < best:
             best, found = error, scale

@@ -35,7 +35,7 @@ def parities(n: int) -> np.ndarray:
     return grades(n) % 2
 
 
-def unit(size: int) -> np.ndarray:
+def scalar_one(size: int) -> np.ndarray:
     """Return coordinates (size,) of the scalar 1."""
     return np.eye(1, size)[0]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.bivectors import bivector_from_matrix, rotation_matrix
-from relinear.clifford.blades import embed_bivector, multivector_dimension, parities, unit
+from relinear.clifford.blades import embed_bivector, multivector_dimension, parities, scalar_one
 from relinear.clifford.decomposition import SpectralFunction, first_order, plane_basis, spectral_basis
 from relinear.clifford.exponential import exp
 from relinear.clifford.products import geometric_product
@@ -147,6 +147,6 @@ def log(rotor: Tensor) -> Tensor:
             raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")
         return rotor[..., :0]
     # eigensolvers raise an error for a whole batch if one entry is not finite
-    scalar_one = device_table(unit, 2**n, rotor, exact.dtype)
-    matrix, _, _ = _Log.apply(torch.where(valid.unsqueeze(-1), even, scalar_one))
+    one = device_table(scalar_one, 2**n, rotor, exact.dtype)
+    matrix, _, _ = _Log.apply(torch.where(valid.unsqueeze(-1), even, one))
     return bivector_from_matrix(torch.where(valid[..., None, None], matrix, math.nan)).to(rotor.dtype)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from relinear.system.progress import Progress, ProgressCallback
-from relinear.training.callbacks import pace, read_metrics
+from relinear.training.callbacks import estimated_seconds, read_metrics
 from relinear.training.fitting import NonFiniteLossError
 from relinear.training.run import read_final_loss, run_folder, train
 from relinear.training.settings import TrainSettings
@@ -162,7 +162,7 @@ class Engine:
     def _read_metrics(self, run: Run) -> dict[str, Any]:
         """Return the last values in the metrics of a run."""
         rows = read_metrics(run.folder / "metrics.jsonl")
-        if (seconds := pace(rows, run.settings)) is not None:
+        if (seconds := estimated_seconds(rows, run.settings)) is not None:
             whole_run, _ = seconds
             self._paces[run.folder] = whole_run, run.settings.steps
         return {key: value for row in rows for key, value in row.items()}

@@ -25,7 +25,7 @@ _MINIMAL_SHRINKAGE = 1e-3
 SHRINKAGES = (0.02, 0.1, 0.2, 0.4, 0.7)
 #: random vectors that estimate a mean squared error
 _PROBES = 64
-#: number of groups of rows that ``descend`` changes one after another
+#: number of groups of rows that ``coordinate_descent`` changes one after another
 _PARTS = 16
 
 
@@ -202,7 +202,7 @@ def with_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: in
     return grid._replace(scale=scale, zero=zero, units=torch.stack(units, 2))
 
 
-def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
+def round_to_nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
     """Return the codes (O, I), floats, whose values are nearest to ``weight``."""
     scale, zero = grid.wide(group, weight.shape[1])
     return nearest_codes(torch.addcdiv(zero, weight, scale), grid.top, grid.levels)
@@ -219,7 +219,7 @@ def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tenso
     return result
 
 
-def _in_order(inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _rounding_order(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order in which to round inputs (descending mean squares) and A's Cholesky factor in reverse order."""
     order = inputs.diagonal().argsort(descending=True)
     a = inputs.double()[order][:, order]
@@ -227,7 +227,7 @@ def _in_order(inputs: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.linalg.cholesky(a.flip(0, 1))  # reversed, so that A need not be inverted
 
 
-def uncompensated(inputs: Tensor) -> Tensor:
+def gptq_costs(inputs: Tensor) -> Tensor:
     """Return for every input the part of its mean square (I,) that later inputs cannot compensate in ``gptq``.
 
     A rounding error e of input i adds e^2 times this number, the squared diagonal of the Cholesky factor, to the error
@@ -236,7 +236,7 @@ def uncompensated(inputs: Tensor) -> Tensor:
     Args:
         inputs: A (I, I).
     """
-    order, lower = _in_order(inputs)
+    order, lower = _rounding_order(inputs)
     return torch.empty(len(order)).to(lower).index_copy_(0, order, lower.diagonal().flip(0).square())
 
 
@@ -288,13 +288,13 @@ def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, costs: 
         rows: (R,), indices of the rows that are rounded.
         grid: the grid of these rows.
         group: inputs that share a scale.
-        costs: (I,), as ``uncompensated`` returns them.
+        costs: (I,), as ``gptq_costs`` returns them.
         row_weights: (O,), weights of the rows' squared errors.
     """
     sample, pad = weight[rows], -weight.shape[1] % group
     w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, costs))
     ranges = (w.amax(2).clamp_min(0) - w.amin(2).clamp_max(0)).square() @ h.sum(1)
-    errors = (grid.values(nearest(sample, grid, group), group) - sample).square() @ costs
+    errors = (grid.values(round_to_nearest(sample, grid, group), group) - sample).square() @ costs
     return errors.sum() / ranges[rows].sum().clamp_min(1e-30) * (ranges @ row_weights)
 
 
@@ -311,7 +311,7 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor) -> Tensor:
         group: inputs that share a scale.
         inputs: A (I, I).
     """
-    order, lower = _in_order(inputs)
+    order, lower = _rounding_order(inputs)
     upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False).flip(0, 1).to(weight)
     scale, zero = (t[:, order].T.contiguous() for t in grid.wide(group, weight.shape[1]))
     target, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)
@@ -363,7 +363,7 @@ def change_codes(
             weighted -= change
 
 
-def descend(
+def coordinate_descent(
     weight: Tensor,
     codes: Tensor,
     grid: Grid,

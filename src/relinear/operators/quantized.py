@@ -20,14 +20,14 @@ from relinear.functional import quantized as reference
 from relinear.functional.rounding import (
     Grid,
     change_codes,
+    coordinate_descent,
     cross_validated_shrinkage,
-    descend,
     expected_error,
     gptq,
-    nearest,
+    gptq_costs,
     nearest_grid,
+    round_to_nearest,
     shrunk,
-    uncompensated,
     with_units,
 )
 from relinear.kernels.quantized import code_changer, prepare_few_rows, quantized
@@ -159,7 +159,7 @@ class QuantizedLinear(FusedInference, Operator):
         """Round to nearest, on grids that are clipped and shifted to minimise the squared error of every group."""
         weight = weight.float()
         grid = self.config.grid(weight)
-        self._store_(grid, nearest(weight, grid, self.config.group))
+        self._store_(grid, round_to_nearest(weight, grid, self.config.group))
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
         """Round by GPTQ under A, then lower the error under A and G by coordinate descent over codes.
@@ -186,7 +186,7 @@ class QuantizedLinear(FusedInference, Operator):
         if not independent_rows:
             outputs = None if outputs is None else shrunk(outputs.to(weight), OUTPUTS_SHRINKAGE)
             change = code_changer(weight) if levels is None else partial(change_codes, levels=levels)
-            codes = descend(weight, codes, grid, group, inputs, outputs, change=change)
+            codes = coordinate_descent(weight, codes, grid, group, inputs, outputs, change=change)
         self._store_(grid, codes)
 
     def _store_(self, grid: Grid, codes: Tensor) -> None:
@@ -311,7 +311,7 @@ class Quantized(OperatorConfig):
         This ignores what the descent under G gains, mostly on the calibration tokens alone.
         """
         weight, several = dense_weight(linear).detach().float(), len(statistics.kinds) > 1
-        costs = cross_validated_shrinkage(statistics.kinds)[1] if several else uncompensated(statistics.inputs)
+        costs = cross_validated_shrinkage(statistics.kinds)[1] if several else gptq_costs(statistics.inputs)
         count = min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY))
         rows = torch.linspace(0, len(weight) - 1, count).long().to(weight.device)
         row_weights = torch.ones(len(weight))

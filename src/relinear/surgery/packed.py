@@ -14,7 +14,7 @@ from relinear.contract.config import IntRange, check_value
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import named_operators
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
-from relinear.functional.rounding import gptq, nearest, nearest_grid, shrunk
+from relinear.functional.rounding import gptq, nearest_grid, round_to_nearest, shrunk
 from relinear.hf.peft_models import unwrapped
 
 #: neighbouring inputs that share a scale and a zero point
@@ -74,7 +74,7 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
     # a matrix that only training uses has no gradient, so its moments are zero
     moment = None if moments is None or not bool(moments.any()) else shrunk(moments[0], _SHRINKAGE)
     grid = nearest_grid(rows, bits, GROUP, symmetric=False, importance=None if moment is None else moment.diagonal())
-    codes = nearest(rows, grid, GROUP) if moment is None else gptq(rows, grid, GROUP, moment)
+    codes = round_to_nearest(rows, grid, GROUP) if moment is None else gptq(rows, grid, GROUP, moment)
     scales, zeros = grid.scale.bfloat16().view(torch.uint8), (grid.zero * 2 ** (8 - bits)).to(torch.uint8)
     return torch.cat([pack(codes, bits), scales, zeros], 1)
 

@@ -46,7 +46,9 @@ class StopOnTerminate(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
 
 
-def pace(rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0) -> tuple[float, float] | None:
+def estimated_seconds(
+    rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0
+) -> tuple[float, float] | None:
     """Estimate the seconds of a whole run, and those that remain after ``step``; None before steps were timed.
 
     Steps and evaluations count with their times in ``rows`` of metrics.jsonl.
@@ -128,7 +130,7 @@ class RunLog(TrainerCallback):
     def report(self, stage: str, step: int) -> None:
         """Call ``on_progress`` for a step; ``stage`` is the work just done or about to start."""
         settings = self._trainer.settings
-        estimate = pace(self.rows, settings, step)
+        estimate = estimated_seconds(self.rows, settings, step)
         text, seconds_left = "preparing" if stage == "prepare" else "training", estimate and estimate[1]
         self._on_progress(Progress(text, step, settings.steps, stage, seconds_left=seconds_left, **self._latest))
 
