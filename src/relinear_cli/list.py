@@ -11,12 +11,6 @@ from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", indented by four spaces; its further lines are indented by more
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
-#: operators of examples/operators, a package that a checkout of relinear has
-EXAMPLES = (
-    *("blast", "block_low_rank", "btt", "butterfly", "circulant", "cola", "kronecker", "sparse_low_rank"),
-    *("tensor_train", "toeplitz"),
-)
-_INSTALL = "after `pip install examples/operators` in a checkout of relinear"
 _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "tasks", "recipes", "papers", "presets")
 
 
@@ -43,11 +37,7 @@ def command(
         width = max(map(len, rows), default=0)
         for known, thing in rows.items():
             print(fitted(f"{known:<{width}}  {_line(thing)}{_package(thing)}", sys.stdout, width + 2))
-        if what == "operators" and (more := [example for example in EXAMPLES if example not in rows]):
-            print(fitted(f"\n{_INSTALL}: {', '.join(more)}", sys.stdout, 2))
         return
-    if name not in rows and what == "operators" and name in EXAMPLES:
-        raise ValueError(f"{name!r} is an example: it is there {_INSTALL}")
     if name not in rows:
         raise ValueError(f"there is no {name!r} among the {what}; {did_you_mean(name, rows)}")
     print(fitted(f"{name}: {_line(rows[name])}{_package(rows[name])}", sys.stdout))
