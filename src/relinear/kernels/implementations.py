@@ -57,7 +57,8 @@ class Call:
     Attributes:
         arguments: the kernel's arguments, in order.
         x: the first argument.
-        device, size: type of x's device, and number of elements of x.
+        device: type of x's device.
+        size: number of elements of x.
         autocast: whether autocast is on, so that products may run in another dtype than x's.
         dtype: the dtype in which products of x run.
         grad: whether gradients are recorded.

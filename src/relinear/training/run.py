@@ -1,6 +1,7 @@
 """Run one training from its settings (``train``): build the model, prepare data, fit, and write a results folder."""
 
 import dataclasses
+import functools
 import math
 import os
 import tempfile
@@ -98,32 +99,21 @@ def train(
         raise ValueError(f"{settings.model}, which the run starts from, would be renamed; choose another directory")
     if folder.check(values, overwrite=overwrite) and (finished := read_result(out_dir)):
         return finished
-    open_corpus(settings.data)  # raises if there is no such corpus
-    if settings.objective_config is not None:
-        settings.objective_config.check()
-    if settings.bits is not None and rank_count() > 1:
-        raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
-    if locate_model(settings.model) == "preset":  # checked before reading the data, which may take long
-        with torch.device("meta"):
-            _check_memory(build_model(settings))
-    else:
-        _check_pretrained(settings)
+    _check_before_reading(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
     objective = None if settings.objective_config is None else settings.objective_config.prepare(model)
-
-    def run() -> TrainResult:
-        return fit_in_folder(
-            model,
-            data,
-            settings,
-            objective=objective,
-            out_dir=out_dir,
-            resume=not overwrite,
-            callbacks=callbacks,
-            on_progress=on_progress,
-        )
-
+    run = functools.partial(
+        fit_in_folder,
+        model,
+        data,
+        settings,
+        objective=objective,
+        out_dir=out_dir,
+        resume=not overwrite,
+        callbacks=callbacks,
+        on_progress=on_progress,
+    )
     if not is_first_rank():  # the first rank locks the folder and writes the record; the others only train
         return run()
     with folder.open(values, overwrite=overwrite) as record:
@@ -147,6 +137,20 @@ def train(
         if not settings.keep_checkpoint:
             remove_checkpoints(out_dir / "checkpoints")
         return result
+
+
+def _check_before_reading(settings: TrainSettings) -> None:
+    """Raise ValueError or OSError for settings that cannot be trained, as reading the data may take long."""
+    open_corpus(settings.data)  # raises if there is no such corpus
+    if settings.objective_config is not None:
+        settings.objective_config.check()
+    if settings.bits is not None and rank_count() > 1:
+        raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
+    if locate_model(settings.model) == "preset":
+        with torch.device("meta"):
+            _check_memory(build_model(settings))
+    else:
+        _check_pretrained(settings)
 
 
 def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
