@@ -29,8 +29,8 @@ _FOREIGN = {"SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException"
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether the user can fix ``error``: in settings, files, data, numbers, or by installing an extra."""
-    own = isinstance(error, ValueError | OSError | FloatingPointError | ImportError | UnpicklingError)
-    return own or _is_foreign(error)
+    known = isinstance(error, ValueError | OSError | FloatingPointError | ImportError | UnpicklingError)
+    return known or _is_foreign(error)
 
 
 def _is_foreign(error: BaseException) -> bool:

@@ -25,8 +25,8 @@ def command(
     **Example:** `relinear list operators hdpl`
     """
     if not what:
-        for every in _WHAT:
-            print(fitted(f"{every}: {', '.join(listed(every))}", sys.stdout, 2))
+        for topic in _WHAT:
+            print(fitted(f"{topic}: {', '.join(listed(topic))}", sys.stdout, 2))
         return
     from relinear.contract.messages import did_you_mean
 
@@ -35,8 +35,8 @@ def command(
     rows = listed(what)
     if name is None:
         width = max(map(len, rows), default=0)
-        for known, thing in rows.items():
-            print(fitted(f"{known:<{width}}  {_line(thing)}{_package(thing)}", sys.stdout, width + 2))
+        for row, described in rows.items():
+            print(fitted(f"{row:<{width}}  {_line(described)}{_package(described)}", sys.stdout, width + 2))
         return
     if name not in rows:
         raise ValueError(f"there is no {name!r} among the {what}; {did_you_mean(name, rows)}")
@@ -90,22 +90,22 @@ def listed(topic: str) -> dict[str, Any]:
     return relinear.residual.residual_methods() if topic == "residual" else dict(sorted(family.kinds().items()))
 
 
-def _line(thing: Any) -> str:
-    text = thing if isinstance(thing, str) else thing.__doc__ or ""
+def _line(described: Any) -> str:
+    text = described if isinstance(described, str) else described.__doc__ or ""
     return re.split(r"(?<!Eq)(?<!\.)\. ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".").replace("``", "")
 
 
-def _package(thing: Any) -> str:
+def _package(described: Any) -> str:
     from relinear.contract.plugins import origin
 
-    if not isinstance(thing, type) or thing.__module__.startswith("relinear."):
+    if not isinstance(described, type) or described.__module__.startswith("relinear."):
         return ""
-    known = origin(thing)
-    return f" [{known.get('package', known['module'])} {known.get('version', '')}".rstrip() + "]"
+    source = origin(described)
+    return f" [{source.get('package', source['module'])} {source.get('version', '')}".rstrip() + "]"
 
 
-def _settings(thing: type) -> dict[str, Any]:
+def _settings(described: type) -> dict[str, Any]:
     from dataclasses import MISSING, fields
 
-    made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(thing)}
-    return {name: "(needed)" if default is MISSING else default for name, default in made.items()}
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(described)}
+    return {name: "(needed)" if default is MISSING else default for name, default in defaults.items()}
