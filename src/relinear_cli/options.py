@@ -83,9 +83,7 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
     return chosen | parse_overrides(overrides or [])
 
 
-def load_changed(
-    settings: type[Chosen], recipe: str | None, values: dict[str, Any], changed: dict[str, Any]
-) -> Chosen:
+def load_changed(settings: type[Chosen], recipe: str | None, values: dict[str, Any], changed: dict[str, Any]) -> Chosen:
     """Return the checked settings ``changed``; an error names the recipe if its own ``values`` are wrong.
 
     Args:
