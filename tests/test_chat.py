@@ -95,7 +95,8 @@ def test_refusals(tmp_path) -> None:
 
 
 def test_compression_and_healing_on_conversations(tmp_path) -> None:
-    settings = {"tokens": 512, "sequence_length": 16, "heal_tokens": 256}
+    settings = {"tokens": 512, "sequence_length": 16, "heal_tokens": 256, "keep": 0.7, "candidates": ["low_rank"]}
+    settings |= {"evaluation_tokens": 64, "passages": 2, "self_sampled": False}
     chats = [[{"role": "user", "content": f"What comes after {i}?"}] for i in range(60)]
     model = make_family("llama", vocab_size=260)
     report = relinear.compress(model, chats, tokenizer=chat_tokenizer(), settings=settings, out_dir=tmp_path)

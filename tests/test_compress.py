@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relinear
-from compress_helpers import SETTINGS, calibrate, in_layers, moments_of, tiny, tokens
+from compress_helpers import LOW_RANK, SETTINGS, calibrate, in_layers, moments_of, tiny, tokens
 from relinear.compression import CompressSettings, compress, layerwise
 from relinear.compression.budget import Candidate, allocate
 from relinear.compression.calibrate import Calibration
@@ -188,7 +188,7 @@ def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
     found = []
     for texts in ({"first": [first.flatten()], "second": [second.flatten()]}, [mixed]):
         folder = tmp_path / str(len(found))
-        found.append(compress(tiny(), texts, settings=SETTINGS, out_dir=folder, plan_only=True).corpus)
+        found.append(compress(tiny(), texts, settings=LOW_RANK, out_dir=folder, plan_only=True).corpus)
     assert torch.equal(found[0].blocks, found[1].blocks)
     assert found[0].kinds == [0, 1] * 16
 
@@ -327,7 +327,7 @@ def test_killed_fit_resumes_to_the_same_bits(tmp_path) -> None:
         return model
 
     whole = run(tmp_path / "whole").state_dict()
-    for stop in (1, 2, 3):
+    for stop in (1, 3):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / str(stop), stop)
         again = run(tmp_path / str(stop)).state_dict()
@@ -453,9 +453,9 @@ def test_refusals(tmp_path) -> None:
         compress(tiny(), tokens(), settings=SETTINGS | {"tokens": 32}, out_dir=tmp_path / "c")
     with pytest.raises(ValueError, match="unknown setting 'tokenz'; did you mean 'tokens'"):
         CompressSettings.load({"tokenz": 3})
-    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
+    compress(tiny(), tokens(), settings=LOW_RANK, out_dir=tmp_path / "d", plan_only=True)
     with pytest.raises(ValueError, match="another model, corpus, set of layers, setting or version"):
-        compress(tiny("gpt2"), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
+        compress(tiny("gpt2"), tokens(), settings=LOW_RANK, out_dir=tmp_path / "d", plan_only=True)
     with pytest.raises(ValueError, match="cannot be met"):
         compress(tiny(), tokens(), keep=0.01, settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
 

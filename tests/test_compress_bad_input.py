@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, BatchEncoding, T5Config
 
 import relinear
-from compress_helpers import SETTINGS, tiny, tokens
+from compress_helpers import LOW_RANK, SETTINGS, tiny, tokens
 from relinear.compression import compress
 from relinear.compression.corpus import read_corpus
 from relinear.compression.settings import CompressSettings
@@ -60,7 +60,7 @@ def test_layers_outside_of_the_decoder_are_named_by_a_pattern_that_leaves_them_o
         compress(model, tokens(), out_dir=tmp_path, settings=SETTINGS)
     excluded = ast.literal_eval(re.search(message, str(raised.value)).group(1))
     assert excluded == ["model.tower.*", "layer"]
-    compress(model, tokens(), out_dir=tmp_path, settings=SETTINGS, exclude=excluded, plan_only=True)
+    compress(model, tokens(), out_dir=tmp_path, settings=LOW_RANK, exclude=excluded, plan_only=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_sequences_longer_than_the_model_takes(tmp_path) -> None:
 
 def test_the_default_window_is_no_longer_than_the_model_reads(tmp_path) -> None:
     """A window that the user asked for is refused, by the command line too, and resuming finds the same settings."""
-    model, out, settings = tiny("gpt2"), tmp_path / "out", SETTINGS | {"bits": 5.0}
+    model, out, settings = tiny("gpt2"), tmp_path / "out", dict(LOW_RANK)
     del settings["sequence_length"]
     for given in (settings, CompressSettings(**settings)):
         report = compress(model, tokens(), settings=given, out_dir=out, plan_only=True)
@@ -164,11 +164,11 @@ def test_plans_that_cannot_be_carried_out(plan, message: str, tmp_path) -> None:
     [lambda text: text[:-3], lambda text: text.replace("checksum", "check").replace("low_rank", "rank"), str.upper],
 )
 def test_plans_that_were_edited_are_renamed(edit, tmp_path) -> None:
-    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    compress(tiny(), tokens(), settings=LOW_RANK, out_dir=tmp_path, plan_only=True)
     path = tmp_path / "plan.json"
     path.write_text(edit(path.read_text()))
     there = path.read_bytes()
-    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    compress(tiny(), tokens(), settings=LOW_RANK, out_dir=tmp_path, plan_only=True)
     (renamed,) = tmp_path.glob("plan.json.*")
     assert renamed.read_bytes() == there
 

@@ -87,7 +87,8 @@ def test_directories_of_other_work_are_refused(tmp_path) -> None:
 
 def test_an_operator_is_offered_to_the_layers_that_it_fits(tmp_path) -> None:
     settings = SETTINGS | {"candidates": ("monarch:blocks=20", "low_rank:rank=1")}
-    plan = compress(tiny(), tokens(), keep=0.5, settings=settings, out_dir=tmp_path, plan_only=True).plan
+    asked = {"targets": r".*\.[qk]_proj", "settings": settings, "out_dir": tmp_path}
+    plan = compress(tiny(), tokens(), keep=0.5, plan_only=True, **asked).plan
     kinds = {name: type(layer.operator) for name, layer in plan.layers.items() if ".k_proj" in name}
     assert set(kinds.values()) <= {LOW, type(None)}
 
@@ -103,10 +104,17 @@ def evaluated(tmp_path, count: int = 1024, **more):
     return model, report
 
 
-def test_the_report_holds_what_was_measured(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """A compressed model, its report and where they are."""
+    folder = tmp_path_factory.mktemp("judged")
+    return *evaluated(folder), folder
+
+
+def test_the_report_holds_what_was_measured(judged) -> None:
     original = tiny()
-    model, report = evaluated(tmp_path)
-    found = json.loads((tmp_path / "report.json").read_text())["evaluation"]
+    model, report, folder = judged
+    found = json.loads((folder / "report.json").read_text())["evaluation"]
     assert found == report.evaluation
     assert len(report.corpus.evaluation_excerpts) == 4
     assert not {e.start for e in report.corpus.evaluation_excerpts} & {e.start for e in report.corpus.excerpts}
@@ -139,9 +147,9 @@ def test_a_corpus_without_a_rest_is_judged_on_what_was_seen_and_says_so(tmp_path
 # The page
 
 
-def test_the_page_shows_the_plan_and_is_safe(tmp_path) -> None:
-    _, report = evaluated(tmp_path)
-    page = (tmp_path / "report.html").read_text()
+def test_the_page_shows_the_plan_and_is_safe(judged, tmp_path) -> None:
+    _, report, folder = judged
+    page = (folder / "report.html").read_text()
     for name, layer in report.plan.layers.items():
         assert f"<tr><td>{name}</td><td>{layer.operator or 'dense'}</td>" in page
     assert not re.search(r"""(?:src|href)="(?!data:)|@import|url\(""", page)  # nothing is fetched

@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import relinear
+from conftest import mostly_slow
 from relinear.compression import compress
 from relinear.compression.layerwise import LayerByLayer
 from relinear_cli.main import main
@@ -76,7 +77,7 @@ def test_families_are_compressed_and_come_back(tmp_path) -> None:
         assert found[directory][1] == made.tolist(), directory
 
 
-@pytest.mark.parametrize("kind", ["phi3", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("kind", mostly_slow(["phi3", "gpt2", "gemma3_text"], "phi3"))
 def test_families_are_judged(kind: str, tmp_path) -> None:
     settings = SETTINGS | {"evaluate": True, "evaluation_tokens": 16}
     report = compress(make_family(kind).eval(), tokens(), keep=0.7, settings=settings, out_dir=tmp_path)
@@ -125,7 +126,7 @@ NESTED |= {"activation_sparsity_pattern": [0.0, 0.0], "sliding_window": 8, "inte
     "config",
     [
         transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-        transformers.BambaConfig(**DECODER, **MAMBA, intermediate_size=64),
+        pytest.param(transformers.BambaConfig(**DECODER, **MAMBA, intermediate_size=64), marks=pytest.mark.slow),
     ],
     ids=["a list", "a pair"],
 )

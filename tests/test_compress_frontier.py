@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 import relinear
 from compress_helpers import SETTINGS, modules, tiny, tokens
+from conftest import mostly_slow
 from relinear.compression import compress, evaluation
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
@@ -24,7 +25,7 @@ def in_bits(model) -> float:
     return 8 * sum(stored_bytes(m) for m in layers) / sum(math.prod(linear_features(m)) for m in layers)
 
 
-@pytest.mark.parametrize("budget", [{"bits": 9.0}, {"size": 0.7}])
+@pytest.mark.parametrize("budget", mostly_slow([{"bits": 9.0}, {"size": 0.7}], {"size": 0.7}))
 def test_budgets_of_bytes_are_counted_and_saved_at_half_precision(budget: dict, tmp_path) -> None:
     model = tiny()
     before = stored_bytes(model)
@@ -112,21 +113,29 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     assert "evaluated on 4 windows of 1 document" in page
 
 
-def test_integers_are_chosen_and_fitted(tmp_path) -> None:
-    model = tiny()
-    report = compress(model, tokens(), settings=SETTINGS | {"bits": 5.0}, out_dir=tmp_path)
+@pytest.fixture(scope="module")
+def in_five_bits(tmp_path_factory):
+    """A model in integers, its report and where it is."""
+    model, folder = tiny(), tmp_path_factory.mktemp("integers")
+    return model, compress(model, tokens(), settings=SETTINGS | {"bits": 5.0}, out_dir=folder), folder
+
+
+def test_integers_are_chosen_and_fitted(in_five_bits) -> None:
+    model, report, folder = in_five_bits
     assert in_bits(model) <= 5
     kinds = {type(config).__name__ for config in report.plan.replaced.values()}
     assert "Quantized" in kinds
-    loaded = relinear.from_pretrained(tmp_path / "model").float()
+    loaded = relinear.from_pretrained(folder / "model").float()
     ids = tokens(16)[0][None]
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("integers", [True, False])
-def test_a_report_counts_integers_in_bits_and_all_else_in_parameters(integers: bool, tmp_path) -> None:
-    model = tiny()
-    report = compress(model, tokens(), settings=SETTINGS | ({"bits": 5.0} if integers else {"keep": 0.7}))
+def test_a_report_counts_integers_in_bits_and_all_else_in_parameters(integers: bool, in_five_bits, tmp_path) -> None:
+    if integers:
+        model, report, _ = in_five_bits
+    else:
+        report = compress(model := tiny(), tokens(), settings=SETTINGS | {"keep": 0.7})
     each = {name: layer.bits for name, layer in report.plan.layers.items()}
     found = {name: 8 * stored_bytes(m) / (m.in_features * m.out_features) for name, m in modules(model).items()}
     assert {name: bits for name, bits in each.items() if name in found} == pytest.approx(found)

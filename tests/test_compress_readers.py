@@ -1,5 +1,9 @@
 """The program that will run the model decides what layers become, and what the bytes are."""
 
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 import torch
 import transformers
@@ -7,12 +11,15 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 import relinear
 from compress_helpers import SETTINGS
+from conftest import mostly_slow
 from gguf_helpers import assert_same, llama, tokenizer_of
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.readers import READERS
+from relinear.compression.report import CompressReport
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from tiny_models import make_family
 
 gguf = pytest.importorskip("gguf")
@@ -31,20 +38,56 @@ def carried_out(reader: str, folder, model, **asked):
     return report, folder / FILES[reader]
 
 
+#: reader, whether tables are tied, size
+ASKED = [("relinear", True, 0.4), ("llama.cpp", True, "170kB"), ("llama.cpp", False, 0.5), ("vllm", True, 0.6)]
+
+
+class Sized(NamedTuple):
+    """A compression for a reader, and what it was made of."""
+
+    model: torch.nn.Module
+    report: CompressReport
+    folder: Path
+    asked: float
+    statistics: list[CalibrationStatistics]
+    configs: set[relinear.Quantized]
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory):
+    """What is asked -> what came of it, once for all tests."""
+
+    @functools.cache
+    def make(reader: str, tied: bool, size) -> Sized:
+        statistics, configs, candidate_errors = [], set(), relinear.Quantized.candidate_errors
+
+        def noted(self, linear, found, candidates):
+            statistics.append(found)
+            configs.update(candidates)
+            return candidate_errors(self, linear, found, candidates)
+
+        model, folder = small(tied), tmp_path_factory.mktemp("sized")
+        asked = CompressSettings(size=size).bytes_of(stored_bytes(model))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(relinear.Quantized, "candidate_errors", noted)
+            report, _ = carried_out(reader, folder, model, size=size)
+        return Sized(model, report, folder, asked, statistics, configs)
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("reader", "tied", "size"),
-    [("relinear", True, 0.4), ("llama.cpp", True, "170kB"), ("llama.cpp", False, 0.5), ("vllm", True, 0.6)],
+    ("reader", "tied", "size"), [pytest.param(*row, marks=() if row[1] else pytest.mark.slow) for row in ASKED]
 )
-def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, tmp_path) -> None:
-    model = small(tied)
-    asked = CompressSettings(size=size).bytes_of(stored_bytes(model))
-    report, file = carried_out(reader, tmp_path, model, size=size)
+def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, sized) -> None:
+    model, report, folder, asked, *_ = sized(reader, tied, size)
+    file = folder / FILES[reader]
     # what stands around tensors is bounded from above, which shows in a small file alone
     assert 0.94 * asked < file.stat().st_size <= asked
     assert report.file_bytes == file.stat().st_size > report.bytes
     said = f"{report.file}, {report.file_bytes / 1e6:,.1f} MB"
     assert f"on disk: {said}" in str(report)
-    assert f"On disk {said.replace(',', ' takes', 1)}." in (tmp_path / "report.html").read_text()
+    assert f"On disk {said.replace(',', ' takes', 1)}." in (folder / "report.html").read_text()
     assert len({layer.bits for layer in report.plan.layers.values()}) > 1
     assert ("model.embed_tokens" in report.plan.layers) == (reader != "vllm")
     if reader == "llama.cpp":
@@ -60,32 +103,23 @@ def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, tmp_path) 
         loaded = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32).eval()
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-3, rtol=0)
     else:
-        loaded = relinear.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        loaded = relinear.from_pretrained(folder / "model", dtype=torch.float32).eval()
         torch.testing.assert_close(loaded(ids).logits, model.float()(ids).logits, atol=1e-4, rtol=0)
 
 
-def test_a_plan_of_bytes_needs_diagonals_of_gradients_and_only_types_that_its_reader_stores(
-    tmp_path, monkeypatch
-) -> None:
-    found, asked = [], set()
-    candidate_errors = relinear.Quantized.candidate_errors
-
-    def noted(self, linear, statistics, configs):
-        found.append(statistics)
-        asked.update((config.bits, config.symmetric, config.levels) for config in configs if config.levels != "k")
-        return candidate_errors(self, linear, statistics, configs)
-
-    monkeypatch.setattr(relinear.Quantized, "candidate_errors", noted)
-    carried_out("llama.cpp", tmp_path, small(), bits=5.0)
+def test_a_plan_of_bytes_needs_diagonals_of_gradients_and_only_types_that_its_reader_stores(sized) -> None:
+    *_, found, configs = sized(*ASKED[1])
+    assert found
     assert all(statistics.outputs.ndim == 1 and statistics.inputs.ndim == 2 for statistics in found)
+    asked = {(config.bits, config.symmetric, config.levels) for config in configs if config.levels != "k"}
     uniform = {
         (bits, symmetric, "uniform") for bits, symmetric in ((4, True), (5, True), (8, True), (4, False), (5, False))
     }
     assert asked == uniform | {(4, True, "iq4_nl")}
 
 
-def test_vllm_reads_layers_that_it_fuses_in_one_scheme(tmp_path) -> None:
-    report, _ = carried_out("vllm", tmp_path, small(), bits=6.0)
+def test_vllm_reads_layers_that_it_fuses_in_one_scheme(sized) -> None:
+    report = sized(*ASKED[3]).report
     chosen = {name: layer.operator for name, layer in report.plan.layers.items()}
     for layer in range(3):
         prefix = f"model.layers.{layer}"
@@ -106,23 +140,23 @@ def test_layers_that_become_the_same_add_up() -> None:
     assert group_candidates([("a", {small: 1.0}), ("b", {})], budget) == [Candidate(None, 32, 0.0)]
 
 
-def test_the_table_is_weighed_by_lookup_and_by_head(tmp_path) -> None:
+@pytest.mark.parametrize("tied", mostly_slow([True, False], False))
+def test_the_table_is_weighed_by_lookup_and_by_head(tied: bool) -> None:
     """What rounding embedding and head is predicted to cost is the rise of the loss, about."""
-    for tied in (True, False):
-        model, ids = small(tied), torch.randint(0, 640, (64, 16), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            before = model(ids).logits[:, :-1].log_softmax(-1)
-        settings = SETTINGS | {"bits": 4.6, "candidates": ["quantized:group=32"], "tokens": 1024}
-        report = compress(model, [ids.flatten()], settings=settings, out_dir=tmp_path / str(tied), plan_only=True)
-        tables = {name: layer for name, layer in report.plan.layers.items() if "layers" not in name}
-        assert len(tables) == 2 - tied
-        mapping = {name: layer.operator for name, layer in tables.items()}
-        relinear.replace_(model, mapping, init="from_weight")
-        with torch.no_grad():
-            after = model(ids).logits[:, :-1].log_softmax(-1)
-        measured = float((before.exp() * (before - after)).sum(-1).mean())
-        predicted = sum(layer.nats for layer in tables.values())
-        assert 0.4 * measured < predicted < 2.5 * measured
+    model, ids = small(tied), torch.randint(0, 640, (64, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(ids).logits[:, :-1].log_softmax(-1)
+    settings = SETTINGS | {"bits": 4.6, "candidates": ["quantized:group=32"], "tokens": 1024}
+    report = compress(model, [ids.flatten()], settings=settings, plan_only=True)
+    tables = {name: layer for name, layer in report.plan.layers.items() if "layers" not in name}
+    assert len(tables) == 2 - tied
+    mapping = {name: layer.operator for name, layer in tables.items()}
+    relinear.replace_(model, mapping, init="from_weight")
+    with torch.no_grad():
+        after = model(ids).logits[:, :-1].log_softmax(-1)
+    measured = float((before.exp() * (before - after)).sum(-1).mean())
+    predicted = sum(layer.nats for layer in tables.values())
+    assert 0.4 * measured < predicted < 2.5 * measured
 
 
 @pytest.mark.parametrize(
@@ -174,13 +208,13 @@ def test_a_size_that_needs_no_compression_is_refused_before_any_work(tmp_path) -
     assert not (tmp_path / "calibration").exists()
 
 
-def test_a_plan_that_is_given_is_counted_in_the_readers_bytes(tmp_path) -> None:
+def test_a_plan_that_is_given_is_counted_in_the_readers_bytes(sized, tmp_path) -> None:
     """Q4_1 takes 5 bits, where relinear stores the same integers in 4.75."""
-    asked = {"candidates": ["quantized:group=32"], "bits": 5.1}
-    made, _ = carried_out("llama.cpp", tmp_path / "made", small(), **asked)
+    reader, _, size = ASKED[1]
+    _, made, folder, *_ = sized(*ASKED[1])
     ids = [torch.randint(0, 320, (2048,), generator=torch.Generator().manual_seed(0))]
-    plan = {"plan_file": tmp_path / "made/plan.json", "out_dir": tmp_path / "again", "tokenizer": tokenizer_of()}
-    settings = SETTINGS | {"reader": "llama.cpp"} | asked
+    plan = {"plan_file": folder / "plan.json", "out_dir": tmp_path / "again", "tokenizer": tokenizer_of()}
+    settings = SETTINGS | {"reader": reader, "size": size}
     again = compress(small(), ids, settings=settings, plan_only=True, **plan)
     assert (again.bytes, again.plan.nats) == (made.bytes, pytest.approx(made.plan.nats))
     with pytest.raises(ValueError, match=r"replaces model\.embed_tokens, .*; embedding and head need a budget of bits"):
@@ -224,7 +258,7 @@ def test_rows_are_priced_where_they_are_looked_up(family: str) -> None:
     torch.testing.assert_close(layers.gradient_of_rows(ids, gradient), whole[ids])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "granite", "opt"])
+@pytest.mark.parametrize("family", mostly_slow(["gemma3", "granite", "opt"], "granite"))
 def test_an_embedding_takes_part_whatever_is_done_to_its_rows(family: str, tmp_path) -> None:
     model, ids = scaling(family), torch.arange(48)[None]
     table, outside = type(model.get_input_embeddings()), ["project_in", "project_out"] if family == "opt" else None

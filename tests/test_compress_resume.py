@@ -122,7 +122,7 @@ def whole_integers(tmp_path_factory) -> dict[str, bytes]:
     return integers(tmp_path_factory.mktemp("integers"))
 
 
-@pytest.mark.parametrize("stage", ["forward", "candidates", "fit", "judging", "report"])
+@pytest.mark.parametrize("stage", mostly_slow(["forward", "candidates", "fit", "judging", "report"], "fit", "report"))
 def test_integers_killed_in_every_stage(stage: str, whole_integers, tmp_path, monkeypatch) -> None:
     observed: list[int] = []
     observe = stages.observe

@@ -8,6 +8,7 @@ import torch
 
 import relinear
 from compress_helpers import SETTINGS, calibrate, moments_of, tiny, tokens
+from conftest import mostly_slow
 from relinear.compression import CompressSettings, compress
 from relinear.compression.corpus import read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import Reading
@@ -108,7 +109,8 @@ def test_text_of_one_kind_is_mixed_with_text_that_the_model_samples(tmp_path, mo
     assert torch.equal(again.blocks, mixed.blocks)
 
 
-def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
+@pytest.mark.parametrize("times", mostly_slow([20, 60], 20))
+def test_statistics_that_have_changed_are_refused(times: int, tmp_path) -> None:
     blocks, good, bad = tokens(128)[0].view(8, 16), tmp_path / "good", tmp_path / "bad"
 
     def made(statistics):
@@ -127,7 +129,7 @@ def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
     wanted = told(tmp_path / "whole")
     files = [path.relative_to(good) for path in sorted(good.rglob("*")) if path.is_file()]
     rng, refused = random.Random(0), 0
-    for number in range(60):
+    for number in range(times):
         shutil.copytree(good, bad)
         path = bad / rng.choice(files)
         values = bytearray(path.read_bytes())
@@ -151,7 +153,7 @@ def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
         else:  # a flip in what says nothing, or in what is made anew
             assert all(torch.equal(found[name], value) for name, value in wanted.items()), (number, path)
         shutil.rmtree(bad)
-    assert refused >= 20
+    assert refused >= times // 3
 
 
 @pytest.mark.parametrize("layer", [2, 1, 0])
@@ -183,7 +185,8 @@ def test_a_killed_calibration_without_its_fingerprint_is_refused(tmp_path) -> No
         calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path)
 
 
-def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(tmp_path) -> None:
+@pytest.mark.parametrize("times", mostly_slow([1, 4], 1))
+def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(times: int, tmp_path) -> None:
     settings = SETTINGS | {"bits": 4.25, "heal_tokens": 128}
     good, bad, asked = tmp_path / "good", tmp_path / "bad", {"settings": settings, "targets": "down_proj"}
 
@@ -199,7 +202,7 @@ def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(tmp_path) 
     (healed,) = (path for path in files if path.name == "healed.safetensors")
     assert "loss.json" in {path.name for path in files}
     rng = random.Random(0)
-    for number, file in enumerate(rng.sample(files * 3, 18) + 6 * [healed]):
+    for number, file in enumerate(rng.sample(files * 3, 5 * times) + times * [healed]):
         shutil.copytree(good, bad)
         content = bytearray((bad / file).read_bytes())
         if number % 3 == 0:
