@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import relinear
-from cases import CASES, case_of_every_kind
-from conftest import make_tiny_gpt2, make_tiny_llama
+from cases import CASES
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.compare.folder import comparison_folder
 from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.contract.attachment import AttachmentConfig
@@ -29,6 +29,8 @@ from relinear.models.cgt import CGTModel
 
 LOW = relinear.LowRank(rank=2)
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
+#: with a context and without one
+COMPILED = [case for case in CASES if case.name in ("ccl", "hdpl")]
 LONG = "x" * 10_000
 #: no message repeats an input of 10,000 characters
 LONGEST_MESSAGE = 2_000
@@ -79,7 +81,7 @@ def test_an_operator_refuses_what_is_no_input_of_its_size(case, training):
         assert operator(torch.randn(3, width)).shape == (3, outputs)
 
 
-@case_of_every_kind
+@pytest.mark.parametrize("case", mostly_slow(CASES, *COMPILED), ids=lambda case: case.name)
 def test_a_compiled_or_exported_operator_keeps_the_check_out_of_its_graph(case):
     width = case.shapes[0][0]
     operator = case.config.build(*case.shapes[0]).eval()

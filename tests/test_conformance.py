@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cases import CASES, model_with
+from conftest import mostly_slow
 from relinear.contract.operator import OperatorConfig
 from relinear.kernels import native
 from relinear.testing import Case, OperatorConformance
@@ -29,7 +30,7 @@ class TestOperators(OperatorConformance):
     def test_compiles_with_inductor(self, case: Case, mode: str) -> None:
         super().test_compiles_with_inductor(case, mode)
 
-    @pytest.mark.parametrize("place", ["cpu", "disk"])
+    @pytest.mark.parametrize("place", mostly_slow(["cpu", "disk"], "disk"))
     def test_offloaded_weights(self, case: Case, place: str, tmp_path) -> None:
         """In a model whose weights are kept elsewhere."""
         model = model_with(case)

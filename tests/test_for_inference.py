@@ -16,12 +16,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import relinear
-from cases import case_of_every_kind, every_case
+from cases import CASES, case_of_every_kind, every_case
 from conftest import make_tiny_llama, mostly_slow
 from relinear.contract.inference import CachingModule, caching_for_inference
 from relinear.testing.conformance import assert_close, build, call, in_context, inputs
 
 TOLERANCE = 1e-5
+#: with a context and without one
+COMPILED = [case for case in CASES if case.name in ("ccl", "hdpl")]
 
 
 class Rows(list, torch.utils.data.Dataset):
@@ -180,7 +182,7 @@ def trained(case, run) -> tuple[list[float], dict[str, Tensor]]:
     return losses, module.state_dict()
 
 
-@every_case
+@case_of_every_kind
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 def test_training_under_checkpointing(case, reentrant: bool) -> None:
     plain, weights = trained(case, lambda module, x: module(x))
@@ -236,7 +238,7 @@ def test_the_promise_ends(case, end) -> None:
     assert_close(infer(module, case), expected(module, case), TOLERANCE)
 
 
-@every_case
+@case_of_every_kind
 @every_change
 def test_another_call_after_a_change(case, change) -> None:
     module = relinear.for_inference_(build(case))
@@ -245,7 +247,7 @@ def test_another_call_after_a_change(case, change) -> None:
     assert_close(infer(module, case), expected(module, case), TOLERANCE)
 
 
-@every_case
+@case_of_every_kind
 @pytest.mark.parametrize("promised", [True, False])
 def test_a_part_that_takes_the_place_of_another_is_what_runs(case, promised) -> None:
     module, other = build(case).eval(), write_data(build(case).eval(), case)
@@ -269,7 +271,7 @@ def test_a_bias_that_was_added_is_added(case) -> None:
     assert not torch.allclose(infer(module, case, (1,)), before)
 
 
-@every_case
+@case_of_every_kind
 def test_nothing_is_kept_of_a_parametrisation(case) -> None:
     """Neither while it is there, as it may depend on what is no parameter, nor afterwards."""
     module = relinear.for_inference_(build(case))
@@ -313,7 +315,7 @@ def test_other_parameters_for_one_call(case) -> None:
             assert_close(module(x), want, TOLERANCE)
 
 
-@case_of_every_kind
+@pytest.mark.parametrize("case", mostly_slow(CASES, *COMPILED), ids=lambda case: case.name)
 def test_compiled(case) -> None:
     torch.compiler.reset()  # rows share code, and there is a limit on how often one function is compiled
     module = relinear.for_inference_(build(case))
@@ -321,7 +323,7 @@ def test_compiled(case) -> None:
     assert_close(infer(torch.compile(module, fullgraph=True, backend="eager"), case), want, TOLERANCE)
 
 
-@every_case
+@case_of_every_kind
 def test_copies_and_files_hold_nothing_of_it(case, tmp_path) -> None:
     module = build(case).eval()
     names = set(module.state_dict())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import relinear
 from cases import KERNELS, KernelCase, leaves_of
+from conftest import mostly_slow
 from relinear import kernels
 from relinear.kernels import (
     autograd,
@@ -262,7 +263,10 @@ def test_telling_breaks_no_compiled_graph(caplog) -> None:
     assert logged_by(caplog, lambda: compiled(torch.randn(3, 8))) == []
 
 
-@pytest.mark.parametrize("kind", ["low_rank", "pivoted_low_rank", "monarch", "block_hadamard", "hdpl", "transponder"])
+KINDS = ["low_rank", "pivoted_low_rank", "monarch", "block_hadamard", "hdpl", "transponder"]
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "pivoted_low_rank", "transponder"))
 def test_a_layer_in_bfloat16_breaks_no_compiled_graph(kind: str) -> None:
     """Nothing is asked of the processor in a graph: that reads files, which cannot be traced."""
     layer = relinear.contract.operator.OperatorConfig.read(kind).build(64, 64).bfloat16()

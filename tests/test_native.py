@@ -3,9 +3,9 @@
 import copy
 import ctypes
 import functools
-import inspect
 import platform
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -434,7 +434,7 @@ def whole_layers(few_rows, monkeypatch):
     class Kernels:
         def __getattr__(self, name):
             run = getattr(native.calls, name)
-            if inspect.stack()[1].function != "prepare_few_rows":
+            if sys._getframe(1).f_code.co_name != "prepare_few_rows":
                 return run
 
             def prepared(*parameters):

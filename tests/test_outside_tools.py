@@ -11,12 +11,13 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import relinear
-from cases import Case, case_of_every_kind, every_case, model_with
-from conftest import make_tiny_gpt2, make_tiny_llama
+from cases import CASES, Case, case_of_every_kind, every_case, model_with
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from dist_ranks import without_noise
 from relinear.contract.operator import named_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
+WITH_LOSSES = [case for case in CASES if case.name in ("hdpl", "transponder-on_hdpl")]
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -141,7 +142,7 @@ def test_an_offloaded_cgt(variational: bool) -> None:
 # Adapters
 
 
-@every_case
+@case_of_every_kind
 def test_adapters_on_all_linear_learn_and_merge(case: Case, lora) -> None:
     peft = pytest.importorskip("peft")
     base = model_with(case)
@@ -158,7 +159,7 @@ def test_adapters_on_all_linear_learn_and_merge(case: Case, lora) -> None:
     assert relative(logits(model.merge_and_unload()), trained) < 1e-5
 
 
-@every_case
+@case_of_every_kind
 def test_adapters_beside_operators(case: Case, lora, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     base = model_with(case)
@@ -242,7 +243,7 @@ def test_terms_of_an_adapted_base_leave_padding_out(lora, kept: bool) -> None:
     torch.testing.assert_close(losses[1], losses[0])
 
 
-@every_case
+@case_of_every_kind
 def test_a_plain_configuration_of_adapters_names_operators(case: Case, lora, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     base = model_with(case)
@@ -300,7 +301,7 @@ def test_a_saved_context_manager_learns(source: str, lora, tmp_path) -> None:
 # Quantisers
 
 
-@every_case
+@case_of_every_kind
 def test_dynamic_quantisation(case: Case) -> None:
     model = model_with(case)
     expected = logits(model)
@@ -311,7 +312,7 @@ def test_dynamic_quantisation(case: Case) -> None:
     assert 0 < relative(logits(quantized), expected) < (0.5 if case.shapes[0][0] >= 256 else 0.25)
 
 
-@every_case
+@case_of_every_kind
 def test_torchao_int8(case: Case) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     for settings in (quantization.Int8WeightOnlyConfig(), quantization.Int8DynamicActivationInt8WeightConfig()):
@@ -344,7 +345,7 @@ def test_a_model_is_exported_for_any_number_of_tokens(case: Case) -> None:
 # The stock Trainer
 
 
-@case_of_every_kind
+@pytest.mark.parametrize("case", mostly_slow(CASES, *WITH_LOSSES), ids=lambda case: case.name)
 def test_the_stock_trainer_takes_auxiliary_losses(case: Case, tmp_path, monkeypatch) -> None:
     """Accumulation included: the same gradients as one batch, so the same weights after a step of plain descent."""
     rows = [{"input_ids": row, "labels": row} for row in torch.cat([IDS, IDS.flip(0) + 1]) % 96]

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from cases import CASES, KERNELS, Case, KernelCase, every_case, leaves_of
+from cases import CASES, KERNELS, Case, KernelCase, case_of_every_kind, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import tables
 from relinear.kernels import autograd, block_diagonal, native, pivoted_low_rank
@@ -137,7 +137,7 @@ def test_a_result_may_be_changed_in_place(twin: KernelCase, dtype: torch.dtype) 
 # Operators
 
 
-@every_case
+@case_of_every_kind
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_gradient_penalty_through_an_operator(case: Case, mode: str) -> None:
     """Linear -> tanh -> operator -> sum, against finite differences."""
@@ -168,7 +168,7 @@ def test_a_gradient_penalty_through_an_operator(case: Case, mode: str) -> None:
     assert (slope - numeric).abs() <= 1e-5 * numeric.abs()
 
 
-@every_case
+@case_of_every_kind
 @pytest.mark.parametrize("recorded", mostly_slow([True, False], True), ids=["grad", "no_grad"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_transforms_of_operators(case: Case, mode: str, recorded: bool) -> None:
@@ -207,7 +207,7 @@ def test_transforms_of_operators(case: Case, mode: str, recorded: bool) -> None:
         assert_close(call(module, x, context), before, 0)
 
 
-@every_case
+@case_of_every_kind
 def test_gradients_of_gradients_in_torch_func(case: Case) -> None:
     module = build(case, dtype=torch.float64).eval()
     x, context = inputs(case, (2,), dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_gradients_of_gradients_in_torch_func(case: Case) -> None:
 
 
 @every_dtype
-@every_case
+@case_of_every_kind
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_in_place_operations_after_an_operator(case: Case, recomputed: bool, dtype: torch.dtype) -> None:
     module = build(case, dtype=dtype)
@@ -252,7 +252,7 @@ def test_in_place_operations_after_an_operator(case: Case, recomputed: bool, dty
             assert_close(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
 
 
-@every_case
+@case_of_every_kind
 def test_what_a_transform_meets_first_outlives_it(case: Case) -> None:
     """Tables that every later call reads may be made inside the innermost of several transforms."""
     tables._on_device.cache_clear()
