@@ -540,6 +540,7 @@ def test_a_record_that_was_lost_is_noticed(saved):
 @pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "LlamaForSequenceClassification", "LlamaModel"])
 def test_checkpoints_of_other_tasks_are_refused_by_their_class(tmp_path, kind):
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "d_ff": 64, "d_kv": 8, "num_layers": 1}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 64}
     cls = getattr(transformers, kind)
     model = cls(cls.config_class(**sizes))
     model.save_pretrained(tmp_path)

@@ -60,7 +60,7 @@ def test_forward_derivatives_and_hessians_of_exponentials(name, n):
 
 
 @pytest.mark.parametrize("n", mostly_slow([3, 4, 6], 4))
-@every_function
+@pytest.mark.parametrize("function", mostly_slow(FUNCTIONS.values(), cl.exp, cl.right_factor), ids=FUNCTIONS)
 def test_compiles_without_a_break(function, n):
     torch._dynamo.reset()
     beta = draw(2, planes(n), seed=n) / 2
@@ -71,7 +71,7 @@ def test_compiles_without_a_break(function, n):
     torch.testing.assert_close(gradient(compiled, beta, weight), gradient(function, beta, weight))
 
 
-@pytest.mark.parametrize("n", [3, 4, 6, 7])
+@pytest.mark.parametrize("n", mostly_slow([3, 4, 6, 7], 3, 4))
 def test_exponentials_are_differentiable_twice(n):
     weight = draw(2**n, 2, seed=1)
     for scale in (0.0, 1e-6, 0.3, 2.0):

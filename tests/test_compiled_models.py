@@ -67,9 +67,9 @@ MODELS = {
     "cgt": lambda: make_cgt(vocab_size=96),
     "cgt-variational": lambda: make_cgt(vocab_size=96, variational=True),
 }
-#: what does something around its products: a context, streams of earlier layers, several outputs. Of hdpl and
-#: transponder, which have noise and losses, other tests compile runs and whole models.
-FEW = ("ccl", "laurel_pa", "cgt")
+#: what does something around its products: a context, streams of earlier layers. Of hdpl and transponder, which have
+#: noise and losses, other tests compile runs and whole models; of cgt, with several outputs, test_cgt.py does.
+FEW = ("ccl", "laurel_pa")
 
 
 @contextlib.contextmanager
@@ -144,7 +144,8 @@ def test_training_steps_are_the_same_graphs(name):
     check_steps(name, layers, True, 1e-4, backend="aot_eager")
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "transponder"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_training_steps_under_autocast(name):
     check_steps(name, layers, False, 5e-2, lowered=True, backend="aot_eager")
 
@@ -215,6 +216,7 @@ def test_a_run_compiles_in_its_first_step(run, monkeypatch):
             assert other[key] == pytest.approx(plain[key], rel=1e-4), (key, plain["step"])
 
 
+@pytest.mark.slow
 def test_speeds_of_a_compiled_comparison_are_measured_after_all_is_compiled(monkeypatch):
     monkeypatch.setattr(speed_file, "compiled", lambda model, how: compiled(model, how, backend="aot_eager"))
     plain = TrainSettings(

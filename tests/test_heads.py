@@ -90,15 +90,13 @@ OF_A_HEAD = {kind: attach(kind) for kind in ("head_bias", "readout_scale:factor=
 OPERATORS = {case.name: replace(case.config, case.context_dim) for case in CASES if fits(case.config)}
 CHANGES = ATTACHMENTS | OF_A_HEAD | OPERATORS
 FAST = (
-    ("layernorm_scaling", "llama", "sequences"),
     ("context_manager", "qwen2", "questions"),
     ("several", "mistral", "tokens"),
     ("path_transponder", "gpt2", "questions"),
     ("head_bias", "llama", "tokens"),
     ("layer_bias", "llama", "questions"),
     ("operator", "mistral", "sequences"),
-    ("transponder-on_hdpl", "qwen2", "tokens"),
-    ("transponder-on_ccl", "llama", "questions"),
+    ("transponder-on_ccl", "qwen2", "questions"),
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import relinear
-from conftest import make_tiny_llama
+from conftest import make_tiny_llama, mostly_slow
 from relinear.contract.operator import is_replaceable
 from relinear.hf.model_layout import decoder_layers, layer_finder
 from relinear.hf.sub_blocks import unnormalized_sub_blocks
@@ -26,6 +26,8 @@ PARALLEL = {"gpt_neox", "gptj", "falcon", "phi", "cohere", "codegen"}
 SANDWICH = {"gemma2", "gemma3_text", "olmo2", "glm4"}
 #: classes that add the stream by themselves, and layers whose MLP is no module
 NO_PATHS = {"bloom", "mpt", "opt", "xglm", "biogpt", "mamba"}
+#: one of each kind of layer above, with experts, and one that is none of them
+FEW = ("llama", "gpt2", "gpt_neox", "gptj", "gemma3_text", "opt", "cohere", "olmoe")
 
 
 def wrapped(model):
@@ -116,7 +118,7 @@ def gradients(model, ids) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - STATE_SPACE))
+@pytest.mark.parametrize("family", mostly_slow(sorted(set(FAMILIES) - STATE_SPACE), *FEW))
 def test_a_context_reaches_every_family(family: str) -> None:
     model = make_family(family)
     model = conditioned(model)
@@ -171,7 +173,7 @@ def test_state_space_layers_get_no_context_and_that_is_said_at_once() -> None:
 # Parts on whole sub-blocks
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, *FEW))
 def test_a_path_level_gate_is_right_or_refused(family: str) -> None:
     """Right: gates at the constant 2 double what attention and MLP add to the stream, as doubled projections do."""
     model = make_family(family)
@@ -197,7 +199,7 @@ def double(module, args, output):
 
 
 @pytest.mark.parametrize("method", ["laurel_pa", "laurel_rw", "post_ln"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, *FEW))
 def test_residual_methods_work_or_are_refused_when_they_are_attached(family: str, method: str) -> None:
     model = make_family(family)
     if family in NO_PATHS | SANDWICH | PARALLEL:

@@ -264,7 +264,7 @@ def test_hooks_stay_when_a_projection_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("make", mostly_slow(MAKERS.values(), make_tiny_llama), ids=MAKERS)
 def test_with_operators_through_a_checkpoint_a_copy_and_a_cache(make, method, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -302,7 +302,8 @@ def test_gradients_survive_checkpointing_with_two_forwards_before_the_backward(m
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "deepnorm"))
+@pytest.mark.slow  # one in training is among the fast ones of test_compiled_models.py
+@pytest.mark.parametrize("method", METHODS)
 def test_compiles_in_one_graph(method):
     model = treated(make_tiny_llama, method)
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, TrainerCallback
 
 import relinear
-from conftest import make_tiny_gpt2, make_tiny_llama
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.compare.recipe import apply_overrides, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError
@@ -110,8 +110,8 @@ def added_percent(preset: str, **replaced) -> float:
     ("preset", "shared", "separate", "biased"),
     [
         ("llama-60m", 1.08, 1.57, 1.15),
-        ("llama-130m", 1.05, 1.52, 1.12),
-        ("llama-250m", 1.25, 1.81, 1.34),
+        pytest.param("llama-130m", 1.05, 1.52, 1.12, marks=pytest.mark.slow),
+        pytest.param("llama-250m", 1.25, 1.81, 1.34, marks=pytest.mark.slow),
     ],
 )
 def test_two_a_would_be_two_percent_and_biases_are_no_more_than_one(preset, shared, separate, biased):
@@ -122,13 +122,13 @@ def test_two_a_would_be_two_percent_and_biases_are_no_more_than_one(preset, shar
     assert [round(p) for p in (shared, separate, biased)] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("preset", mostly_slow(SIZES, "llama-60m"))
 def test_gates_of_the_sdpa_baselines_size_are_those_on_q_k_v_and_o(preset):
     placed = relinear.surgery.placement("attention", relinear.OutputGate())
     assert round(added_percent(preset, **placed), 1) == SIZES[preset][2]
 
 
-@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("preset", mostly_slow(SIZES, "llama-60m"))
 def test_overheads_of_the_paper(preset):
     for operator, printed, digits in (
         (relinear.Transponder(), SIZES[preset][0], 2),

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import relinear
+from conftest import mostly_slow
 from relinear.models import HeadBias, ReadoutScale
 from tiny_models import make_family
 
@@ -34,9 +35,9 @@ def treated(family: str, parts: str, **settings):
     return model
 
 
-@pytest.mark.parametrize("size", [VOCABULARY + 9, VOCABULARY - 9])
+@pytest.mark.parametrize("size", mostly_slow([VOCABULARY + 9, VOCABULARY - 9], VOCABULARY - 9))
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "gpt2"], "llama"))
 @pytest.mark.parametrize("parts", PARTS)
 def test_all_parts_follow_the_vocabulary(tmp_path, parts, family, tied, size):
     model = treated(family, parts, tie_word_embeddings=tied)
