@@ -1,9 +1,11 @@
 """An operator in a package of its own, from ``relinear new`` on: it is installed by pip and found by its name alone."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY
+from relinear.contract import config as registry
 from relinear_cli.main import main
 
 NAME = "two_thin"
@@ -62,17 +65,43 @@ def installed(written, tmp_path_factory) -> Path:
     return target
 
 
-def test_a_new_package_passes_its_tests_and_ours(written, installed, tmp_path) -> None:
+@pytest.fixture
+def imported(written, monkeypatch):
+    """The package's tests as a dictionary of names, and after the test no trace of the package."""
+    monkeypatch.syspath_prepend(str(written))
+    monkeypatch.setitem(registry._REGISTRY, "operator", dict(registry._REGISTRY["operator"]))
+    yield runpy.run_path(str(written / "tests" / f"test_{NAME}.py"))
+    for module in [name for name in sys.modules if name.partition(".")[0] == f"relinear_{NAME}"]:
+        del sys.modules[module]
+
+
+def test_a_new_package_is_whole_and_its_operator_conforms(written, imported, tmp_path) -> None:
     files = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
     source = {"relinear_two_thin/__init__.py", "relinear_two_thin/operator.py", "tests/test_two_thin.py"}
     assert source | {"pyproject.toml", "README.md", "compare.yaml"} <= files
+    suite, places = imported["TestTwoThin"], {"case": imported["TestTwoThin"].cases[0], "tmp_path": tmp_path}
+    ran = 0
+    for name in (name for name in dir(suite) if name.startswith("test_") and "compiles" not in name):
+        wanted = set(inspect.signature(getattr(suite, name)).parameters) - {"self"}
+        if wanted <= set(places):
+            getattr(suite(), name)(**{key: places[key] for key in wanted})
+            ran += 1
+    assert ran > 15
+    own = [value for name, value in imported.items() if name.startswith("test_")]
+    assert len(own) == 2
+    for test in own:
+        test()
+    check_style(written)
+
+
+@pytest.mark.slow
+def test_a_new_package_passes_its_tests_and_ours(written, installed, tmp_path) -> None:
     tests = tmp_path / "test_two_thin.py"  # away from the source: what is tested is what was installed
     tests.write_text((written / "tests" / tests.name).read_text())
     told = run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compiles", tests, path=installed, cwd=tmp_path
     )
     assert int(re.search(r"(\d+) passed", told)[1]) > 20
-    check_style(written)
 
 
 def check_style(package: Path) -> None:
