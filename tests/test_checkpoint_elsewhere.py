@@ -1,5 +1,6 @@
 """Checkpoints in programs that do not import relinear: refused, or with their loader the same logits; never wrong."""
 
+import inspect
 import json
 import os
 import runpy
@@ -10,19 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.dynamic_module_utils import check_imports
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.data.tokenizers import load_tokenizer
+from relinear.hf.config_record import LOADER
 from surgery_helpers import IDS, LOW
 
-HIDDEN = """
+
 class Hidden:
+    """An import finder for which there is no relinear."""
+
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "relinear":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hidden())
-"""
+
+
+HIDDEN = f"{inspect.getsource(Hidden)}\nsys.meta_path.insert(0, Hidden())\n"
 
 
 def elsewhere(code, folder, *, installed=True):
@@ -126,6 +132,15 @@ def test_a_config_read_before_anything_else_builds_the_operators(saved, tmp_path
     assert ran.stdout.count("operators True") == 2, ran.stderr
 
 
+def test_without_the_package_the_loader_says_what_to_install(saved, monkeypatch):
+    """By the check that transformers makes before it runs the file; below in a process of its own."""
+    monkeypatch.delitem(sys.modules, "relinear")
+    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
+    with pytest.raises(ImportError, match="pip install relinear"):
+        check_imports(saved / "model" / f"{LOADER}.py")
+
+
+@pytest.mark.slow
 def test_without_the_package_the_tokenizer_loads_and_the_flag_says_what_to_install(saved):
     ran = elsewhere(
         f"""
@@ -148,6 +163,7 @@ def test_without_the_package_every_way_of_loading_is_refused(saved):
     assert "refused 6" in ran.stdout, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_cgt_of_relinears_own_loads_with_the_flag(tmp_path):
     config = relinear.CGTConfig(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, context_layer=1,
                                 context_size=8, context_heads=2, rank=2, templates=2)  # fmt: skip

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from compare_helpers import losses, small
-from conftest import mostly_slow
 from relinear.compare import executors
 from relinear.compare.executors import ProcessExecutor, executor_at
 from relinear.compare.run import compare
@@ -105,7 +104,8 @@ def test_a_killed_run_is_told_of_and_ends_none_of_the_others(text, tmp_path, exp
 COMMAND = "import sys; from relinear_cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+@pytest.mark.slow  # of one run, which does the same, test_faults.py holds it
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_runs_of_all_processes(number, text, tmp_path):
     out, found = tmp_path / "out", recipe(text)
     found["train"] |= {"steps": 100_000, "save_every": 100_000, "eval_every": 0}

@@ -181,6 +181,7 @@ print(type(model.model.layers[0].self_attn.q_proj).__name__)
     assert run(code, str(CHECKPOINT)) == "LowRankLinear\n"
 
 
+@pytest.mark.slow
 def test_kinds_are_known_to_whoever_asks_first() -> None:
     code = "from relinear.contract.config import Config\nfrom relinear.contract.operator import OperatorConfig\n"
     assert "hdpl" in run(code + "print(*OperatorConfig.kinds())").split()
