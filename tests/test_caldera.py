@@ -17,6 +17,7 @@ def study(monkeypatch):
     return importlib.import_module("caldera")
 
 
+@pytest.mark.slow
 def test_the_nearest_of_all_words_is_found(study):
     signs = np.array(list(itertools.product((1, -1), repeat=8)))
     even = (signs < 0).sum(1) % 2 == 0

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import relinear
-from conftest import REPOSITORY, make_tiny_llama
+from conftest import REPOSITORY, make_tiny_llama, mostly_slow
 from relinear.bench import models
 from relinear.bench.run import BenchSettings
 from relinear.compare import speed
@@ -252,7 +252,7 @@ def printed_comparisons():
     return sorted(one for one in written if "scaled" not in one)  # which a reader of the tutorial writes
 
 
-@pytest.mark.parametrize("arguments", printed_comparisons())
+@pytest.mark.parametrize("arguments", mostly_slow(printed_comparisons(), printed_comparisons()[0]))
 def test_printed_comparisons_can_be_sized(arguments, capfd, monkeypatch):
     """They get as far as sizes that match; nothing is trained."""
     sized = {}
@@ -341,7 +341,7 @@ def test_bench_of_whole_models(capfd, tmp_path, monkeypatch):
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert "decode" not in capfd.readouterr().out
     inference = ["--passes", "prefill,decode", "--inference-batches", "1,3", "--out", str(tmp_path / "inference")]
-    assert main([*arguments[:5], "--rounds", "2", "--sequence-length", "8", *inference]) == 0
+    assert main([*arguments[:5], "--rounds", "1", "--sequence-length", "8", *inference]) == 0
     rows = json.loads((tmp_path / "inference" / "models.json").read_text())["rows"]
     cases = [(row["phase"], row["batch_size"]) for row in rows if row["variant"] == "dense"]
     assert cases == [("prefill", 1), ("prefill", 3), ("decode", 1), ("decode", 3)]

@@ -181,7 +181,7 @@ CASES = {
     ),
     "unknown model to analyse": (["analyze", "tinyy", "--data", "{text}", "--out", "{out}"], ["did you mean 'tiny'"]),
     "layers without end": (["inspect", "tiny", "-r", "q_proj=low_rank", "--layers", "0-999999999999"], ["--layers"]),
-    "a value nested without end": (["inspect", "tiny", "--set", "hidden_size=" + 10_000 * "["], ["nested"]),
+    "a value nested without end": (["inspect", "tiny", "--set", "hidden_size=" + 3_000 * "["], ["nested"]),
     "a number of 5,000 digits": (["inspect", "tiny", "--set", "vocab_size=" + 5_000 * "9"], ["--set", "digits"]),
     "a pattern of 10,000 characters": (
         ["inspect", "tiny", "-r", f"{10_000 * 'x'}=low_rank"],

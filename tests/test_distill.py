@@ -250,8 +250,7 @@ def test_the_original_models_outputs_are_the_target(loss):
     original.load_state_dict(model.state_dict())
     other, held_out = copy.deepcopy(model), token_blocks(corpus(), None, 32, 80)[64:]
     mapping = {
-        r".*\.0\..*o_proj": None,
-        r".*\.0\..*proj": relinear.LowRank(rank=1),
+        r".*\.0\..*(v|down)_proj": relinear.LowRank(rank=1),
         ".*1.self_attn.q_proj": relinear.LowRank(rank=32),
         ".*1.self_attn.v_proj": relinear.LowRank(rank=16),
     }
@@ -273,7 +272,11 @@ def test_the_original_models_outputs_are_the_target(loss):
         )
 
 
-@pytest.mark.parametrize("config", OPERATORS, ids=lambda config: config.kind + getattr(config, "terms", ""))
+@pytest.mark.parametrize(
+    "config",
+    mostly_slow(OPERATORS, OPERATORS[0], OPERATORS[5]),
+    ids=lambda config: config.kind + getattr(config, "terms", ""),
+)
 def test_a_bias_starts_at_the_mean_of_the_target(config, tmp_path):
     model, original = make_tiny_llama(), make_tiny_llama()
     original.load_state_dict(model.state_dict())
@@ -410,7 +413,7 @@ def test_resuming_is_exact(tmp_path, more):
 
         report = relinear.distill_(
             model,
-            {".*[qv]_proj": relinear.Rotor(scale=True)},
+            {".*[qv]_proj" if more else "q_proj": relinear.Rotor(scale=True)},
             corpus(),
             settings=SETTINGS | more,
             out_dir=folder,

@@ -141,10 +141,11 @@ def number_lists(found):
 
 def test_every_gap_is_in_the_record_that_it_names(make) -> None:
     """As a list of differences by seed, of either sign, or as the difference of two lists of losses."""
-    missing = []
+    missing, read = [], functools.cache(lambda name: json.loads((REPOSITORY / "results" / name).read_text("utf-8")))
+    lists_of = functools.cache(lambda name: list(number_lists(read(name))))
     for row in make("evidence").rows(drawn=False):
-        texts = [(REPOSITORY / "results" / name).read_text(encoding="utf-8") for name in row.record.split(" + ")]
-        lists = [one for text in texts for one in number_lists(json.loads(text)) if len(one) == len(row.gaps)]
+        records = row.record.split(" + ")
+        lists = [one for name in records for one in lists_of(name) if len(one) == len(row.gaps)]
         rounded = {tuple(round(value, 6) for value in one) for one in lists}
         wanted = [tuple(round(sign * gap, 6) for gap in row.gaps) for sign in (1, -1)]
         differences = (

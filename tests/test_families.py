@@ -36,6 +36,7 @@ def test_the_record_is_whole() -> None:
     assert all(cell["message"] for cell in refused)
 
 
+@pytest.mark.slow
 def test_a_run_gives_what_the_record_says() -> None:
     chosen, operators = ["llama", "t5"], ["LowRank", "CCL"]
     live = families.run(chosen, operators)

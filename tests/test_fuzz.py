@@ -13,12 +13,12 @@ pytestmark = [
 
 
 def test_a_short_fuzz():
-    found = run(300, seed=11, seconds=200.0)  # on a busy machine a case may take long without hanging
+    found = run(100, seed=11, seconds=200.0)  # on a busy machine a case may take long without hanging
     assert found["failures"] == []
     assert not set(found["outcomes"]) & set(FAILURES)
-    assert found["outcomes"]["refused"] > 100
-    assert found["outcomes"]["accepted"] > 10
-    assert sum(found["outcomes"].values()) == 300
+    assert found["outcomes"]["refused"] > 33
+    assert found["outcomes"]["accepted"] > 3
+    assert sum(found["outcomes"].values()) == 100
 
 
 @pytest.mark.slow

@@ -29,11 +29,12 @@ def teacher(tmp_path):
     return str(tmp_path / "teacher")
 
 
-@pytest.fixture
-def big_run(tmp_path, corpus):
+@pytest.fixture(scope="module")
+def big_run(tmp_path_factory, corpus):
     """The directory of a run, to be the teacher of others with the same tokenizer."""
-    train(run_settings(corpus, steps=4, seed=7), tmp_path / "big")
-    return str(tmp_path / "big")
+    folder = tmp_path_factory.mktemp("teacher") / "big"
+    train(run_settings(corpus, steps=4, seed=7), folder)
+    return str(folder)
 
 
 def test_divergence_is_that_of_the_distributions_where_labels_count():

@@ -1,6 +1,7 @@
 """The layout of the package: which room may import which, one file an operator, no file left out."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -44,10 +45,15 @@ MAY_IMPORT = {
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def rooms_imported(path: Path) -> set[str]:
     """Rooms of relinear that a file imports, anywhere in it; "" for what the package has; the command is none."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -97,7 +103,7 @@ def module_name(path: Path) -> str:
 def imported_by(path: Path, modules: set[str], functions: bool = False) -> set[str]:
     """Modules of relinear that a file imports: not for type checkers alone, in functions where that is asked for."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [tree_of(path)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not functions:
@@ -171,7 +177,7 @@ def test_an_operator_has_the_name_of_its_files() -> None:
 def test_an_analysis_is_the_file_of_its_name() -> None:
     assert [name for name in ANALYSES if not (SOURCE / "analysis" / f"{name}.py").is_file()] == []
     for path in (SOURCE / "analysis").glob("*.py"):
-        functions = {n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)}
+        functions = {n.name for n in tree_of(path).body if isinstance(n, ast.FunctionDef)}
         assert (functions >= {"applies", "run"}) == (path.stem in ANALYSES), path
 
 
@@ -188,7 +194,7 @@ def test_every_file_is_in_the_wheel() -> None:
 
 def test_a_name_is_public_by_having_no_underscore() -> None:
     """Said once: other files import none that has one, and lists of names are of what gathers those of other files."""
-    paths = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    paths = {module_name(path): tree_of(path) for path in SOURCE.rglob("*.py")}
     past = [
         f"{name} imports {alias.name} of {node.module}"
         for name, tree in paths.items()
@@ -198,5 +204,6 @@ def test_a_name_is_public_by_having_no_underscore() -> None:
         if alias.name.startswith("_") and alias.name != "__version__"
     ]
     assert past == []
-    lists = [n for n, tree in paths.items() for node in tree.body if ast.unparse(node).startswith("__all__ = ")]
+    assigned = [(n, node) for n, tree in paths.items() for node in tree.body if isinstance(node, ast.Assign)]
+    lists = [name for name, node in assigned if "__all__" in map(ast.unparse, node.targets)]
     assert set(lists) <= {module_name(path) for path in SOURCE.rglob("__init__.py")}

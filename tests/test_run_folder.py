@@ -451,10 +451,10 @@ def test_starting_over_loses_nothing(settings, tmp_path, capsys):
 
 def test_a_run_that_is_killed_while_it_renames_can_be_started_again(settings, tmp_path, monkeypatch):
     rename, done = Path.rename, False
+    train(settings | {"keep_checkpoint": True}, tmp_path / "first")
+    put(tmp_path / "first" / "model" / "notes.txt")
     for number in range(10):
-        folder = tmp_path / f"{number}"
-        train(settings | {"keep_checkpoint": True}, folder)
-        put(folder / "model" / "notes.txt")
+        folder = shutil.copytree(tmp_path / "first", tmp_path / f"{number}")
         left = [number]
 
         def killed(path, *arguments, left=left, folder=folder):
