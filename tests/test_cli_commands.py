@@ -413,7 +413,7 @@ def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -
     recipe = "-o dense --model tiny --data text.txt --steps 4 --seeds 0,1 --out run"
     sizes = "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
     sets = ["--set", f"train.model_overrides={sizes}", "--set", "speed.seconds=0", "--set", "train.warmup_steps=0"]
-    sets += ["--set", "tune={learning_rates: [1e-5, 2e-5]}", "--set", "train.batch_size=2"]
+    sets += ["--set", "tune={learning_rates: [1e-5, 2e-5], extensions: 1}", "--set", "train.batch_size=2"]
     sets += ["--set", "train.data.sequence_length=32"]
     assert main(["compare", *recipe.split(), *sets]) == 0
     told = re.findall(r"^(.*?) 0/\d+ .*run (\d+) of (\d+)", capsys.readouterr().err, flags=re.M)

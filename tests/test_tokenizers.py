@@ -28,7 +28,7 @@ def as_bytes():
 
 @pytest.fixture(scope="module")
 def documents():
-    return [text for _, text in zip(range(60), iter_texts(DataSettings(), "train"), strict=False)]
+    return [text for _, text in zip(range(20), iter_texts(DataSettings(), "train"), strict=False)]
 
 
 @pytest.fixture(scope="module")
