@@ -637,6 +637,7 @@ def test_every_budget_has_whole_schedules_and_its_own_gaps(over_budgets, capsys)
     assert (out / "plots" / "budgets.svg").is_file()
 
 
+@pytest.mark.slow
 def test_warm_up_is_tuned_with_the_rate_and_handed_on(text, tmp_path):
     tune = {"learning_rates": [1e-3, 4e-3], "warmup_ratio": [0.25, 0.5]}
     entries = {"low_rank": "low_rank:rank=4", "own": {"set": {"warmup_steps": 2}}}

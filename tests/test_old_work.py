@@ -113,7 +113,13 @@ def test_a_comparison_is_reported_again(version: str, work, capsys) -> None:
         assert mean in after
 
 
+@pytest.fixture
+def _no_plots(monkeypatch):
+    monkeypatch.setattr("relinear.compare.report.save_panels", lambda panels, stem: None)
+
+
 @every_version
+@pytest.mark.usefixtures("_no_plots")
 def test_a_comparison_that_ended_is_known_by_its_recipe(version: str, work) -> None:
     folder = work(version)
     written = (folder / "comparison" / "results.json").read_bytes()
@@ -122,6 +128,7 @@ def test_a_comparison_that_ended_is_known_by_its_recipe(version: str, work) -> N
 
 
 @every_version
+@pytest.mark.usefixtures("_no_plots")
 def test_a_comparison_that_was_cut_off_goes_on(version: str, work) -> None:
     folder = work(version)
     before = json.loads((folder / "comparison" / "results.json").read_text())

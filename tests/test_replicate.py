@@ -129,7 +129,8 @@ def smallest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
+def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("relinear.compare.report.save_panels", lambda panels, stem: None)
     arguments = ["replicate", "hdpl", "--budget", "0.000003", "--data", "text.txt", "--seeds", "0"]
     assert main([*arguments, "--dry-run"]) == 0
     lines = capfd.readouterr().out.splitlines()
