@@ -1,11 +1,14 @@
-"""What each rank of test_distributed.py runs: FOLDER PART,PART... TASK..."""
+"""What each rank of test_distributed.py runs."""
 
+import contextlib
 import json
+import os
 import sys
 import time
-from pathlib import Path
+import traceback
 
 import torch
+from accelerate.state import AcceleratorState
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import TrainerCallback
 
@@ -269,10 +272,21 @@ TASKS = {
     "interrupted": interrupted,
 }
 
-if __name__ == "__main__":
-    where, parts, *names = sys.argv[1:]
-    torch.distributed.init_process_group("gloo")
-    for name in names:
-        TASKS[name](Path(where), torch.distributed.get_rank(), parts.split(","))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+
+def run_rank(rank, ranks, port, folder, parts, names):
+    """Run tasks as one of several ranks, in a process that was forked and has torchrun's variables."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # what earlier tests found is one process
+    with (folder / f"rank-{rank}.txt").open("w") as log, contextlib.redirect_stdout(log):
+        try:
+            torch.distributed.init_process_group("gloo")
+            for name in names:
+                TASKS[name](folder, rank, parts)
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        except BaseException:
+            traceback.print_exc(file=log)
+            log.flush()
+            sys.exit(1)

@@ -28,6 +28,8 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+#: optional or slow: for those alone who use what needs them; what transformers and PEFT bring along is not ours
+OPTIONAL = ["matplotlib", "triton", "datasets", "sklearn", "optuna"]
 HIDDEN = f"{inspect.getsource(Hidden)}\nsys.meta_path.insert(0, Hidden())\n"
 
 
@@ -93,9 +95,24 @@ def type_of(saved):
     return json.loads((saved / "model" / "config.json").read_text())["architectures"][0]
 
 
-def test_without_the_flag_every_way_of_loading_is_refused_and_with_it_the_logits_are_the_same(saved):
-    ran = elsewhere(
-        refused(saved)
+@pytest.fixture(scope="module")
+def ran(saved):
+    """A process that imports relinear in a child of its own, loads in every way without the flag, and with it."""
+    return elsewhere(
+        f"""
+        import os, peft
+        from transformers import AutoModelForCausalLM
+        if (child := os.fork()) == 0:
+            before = {{*sys.modules}}
+            import relinear
+            brought = sorted({set(OPTIONAL)} & {{*sys.modules}} - before)
+            model = AutoModelForCausalLM.from_pretrained({str(saved / "model")!r})
+            types = {{type(module).__name__ for module in model.modules()}}
+            print("imported", brought, "LowRankLinear" in types, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        """
+        + refused(saved)
         + f"""
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -109,8 +126,15 @@ def test_without_the_flag_every_way_of_loading_is_refused_and_with_it_the_logits
         """,
         saved,
     )
+
+
+def test_without_the_flag_every_way_of_loading_is_refused_and_with_it_the_logits_are_the_same(ran):
     assert "refused 6" in ran.stdout, ran.stderr
     assert "wrote True" in ran.stdout, ran.stderr
+
+
+def test_imported_after_transformers_relinear_loads_it_and_brings_nothing_optional(ran):
+    assert "imported [] True" in ran.stdout, ran.stderr
 
 
 @pytest.mark.slow

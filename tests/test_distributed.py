@@ -1,35 +1,45 @@
 """Two ranks (gloo, on the CPU) do what one process does: operators, attachments, FSDP2, other numbers of ranks."""
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import relinear
 from conftest import mostly_slow
-from dist_ranks import MODELS, PARTS, PLANNED, SETTINGS, SPLIT, built, one_step, step_by_hand
+from dist_ranks import MODELS, PARTS, PLANNED, SETTINGS, SPLIT, built, one_step, run_rank, step_by_hand
 from relinear.training import fit
 from train_helpers import DATA, Tokens
 
-# The launch takes some twenty seconds; the limit is for a machine that has other things to do.
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
-    pytest.mark.timeout(900),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks"),
+    pytest.mark.timeout(900),  # for a machine that has other things to do
 ]
 
 
-def launch(folder, *tasks, ranks=2):
-    """``dist_ranks.py`` on this machine, under torchrun."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    script = Path(__file__).with_name("dist_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    done = subprocess.run([*command, str(folder), *tasks], env=environment, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stderr
+def launch(folder, parts, *tasks, ranks=2):
+    """Run ``dist_ranks.py`` on this machine; ranks are forked, as it would take seconds to import all again."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context, arguments = multiprocessing.get_context("fork"), (ranks, port, folder, parts, tasks)
+    running = {context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(ranks)}
+    for process in running:
+        process.start()
+    while running:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        ended = {process for process in running if process.exitcode is not None}
+        running -= ended
+        if any(process.exitcode for process in ended):  # the others would wait for it
+            for process in running:
+                process.kill()
+            pytest.fail("\n".join(path.read_text() for path in sorted(folder.glob("rank-*.txt"))))
 
 
 #: with losses and noise, with a context and what reads it, and with an objective of its own
@@ -43,7 +53,7 @@ def found(request, tmp_path_factory):
     tests = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
     launch(
         folder,
-        ",".join(sorted({test.callspec.params["part"] for test in tests})),
+        {test.callspec.params["part"] for test in tests},
         "steps",
         "split",
         "planned",

@@ -11,15 +11,12 @@ from types import ModuleType
 import pytest
 
 import relinear
-from conftest import mostly_slow
 from relinear.deprecated import MOVED, MOVED_MODULES
 from relinear_cli.main import COMMANDS
 
 ROOT = Path(relinear.__file__).parent
 CHECKPOINT = Path(__file__).parent / "fixtures" / "v0.1" / "checkpoints" / "low_rank"
 HEAVY = ["relinear", "torch", "transformers", "numpy", "yaml", "matplotlib"]
-#: optional or slow: for those alone who use what needs them
-OPTIONAL = ["matplotlib", "triton", "datasets", "sklearn", "optuna"]
 
 
 def run(code: str, *arguments: str) -> str:
@@ -126,33 +123,20 @@ print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) 
     assert run(code, ",".join(HEAVY), *COMMANDS) == "[] True\n"
 
 
-# what transformers and PEFT bring along is not ours: with torch 2.6 Triton is among it
-NOTHING_OPTIONAL = f"""
-import sys, peft
-from transformers import AutoModelForCausalLM, GPT2Config
-before = set(sys.modules)
-import relinear
-assert not (taken := [m for m in {OPTIONAL} if m in {{*sys.modules}} - before]), taken
-"""
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
-    mostly_slow(
-        [
-            "import relinear, transformers",
-            NOTHING_OPTIONAL,
-            "import torch, relinear; relinear.HDPL",
-            "import relinear.surgery.checkpoint",
-            "import relinear.models.cgt",
-            "import relinear.operators.context_manager",
-            "import relinear_cli.main; import relinear.training.settings",
-            "import relinear.data; relinear.data.DataSettings",
-            "from relinear.training import fit",
-            "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
-        ],
-        NOTHING_OPTIONAL,
-    ),
+    [
+        "import relinear, transformers",
+        "import torch, relinear; relinear.HDPL",
+        "import relinear.surgery.checkpoint",
+        "import relinear.models.cgt",
+        "import relinear.operators.context_manager",
+        "import relinear_cli.main; import relinear.training.settings",
+        "import relinear.data; relinear.data.DataSettings",
+        "from relinear.training import fit",
+        "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
+    ],
 )
 def test_checkpoints_load_whatever_was_imported_first(first: str) -> None:
     code = f"""
