@@ -87,6 +87,7 @@ def test_places_that_are_none(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_told_of_and_ends_none_of_the_others(text, tmp_path, expected):
     out = tmp_path / "out"
     thread = when_saved(out, kill)
