@@ -86,7 +86,7 @@ def test_a_new_package_is_whole_and_its_operator_conforms(written, imported, tmp
         if wanted <= set(places):
             getattr(suite(), name)(**{key: places[key] for key in wanted})
             ran += 1
-    assert ran > 15
+    assert ran >= 15
     own = [value for name, value in imported.items() if name.startswith("test_")]
     assert len(own) == 2
     for test in own:
