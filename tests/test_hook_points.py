@@ -87,7 +87,7 @@ def test_reading_changes_nothing_and_sees_every_token(model) -> None:
 def test_putting_the_same_values_in_changes_nothing_and_others_do(model) -> None:
     before, seen = run(model)
     for name, value in seen.items():
-        torch.testing.assert_close(run(model, {name: activations.Inject(value)})[0], before, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run(model, {name: activations.Patch(value)})[0], before, rtol=1e-4, atol=1e-5)
         changed, then = run(model, {name: activations.Add(0.25)})
         torch.testing.assert_close(then[name], value + 0.25)
         assert not torch.equal(changed, before), name

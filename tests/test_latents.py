@@ -88,10 +88,10 @@ def test_training_loss_is_the_same_while_reading(model) -> None:
         (activations.Add(torch.ones(2, 7, 6)), lambda z: z + 1),
         (activations.Patch(0.5), lambda z: torch.full_like(z, 0.5)),
         (activations.Patch([3.0, 4.0], dims=[0, -1]), lambda z: torch.cat([z[..., :0] + 3, z], -1)),
-        (activations.Inject(torch.linspace(0, 1, 6)), lambda z: torch.linspace(0, 1, 6).expand_as(z)),
-        (activations.Inject(lambda latent: -latent.mu), lambda z: -z),
+        (activations.Patch(torch.linspace(0, 1, 6)), lambda z: torch.linspace(0, 1, 6).expand_as(z)),
+        (activations.Patch(lambda latent: -latent.mu), lambda z: -z),
     ],
-    ids=["clamp", "maximum", "add", "add_token", "replace", "replace_dims", "inject", "inject_function"],
+    ids=["clamp", "maximum", "add", "add_token", "replace", "replace_dims", "tensor", "function"],
 )
 def test_edits(model, intervention, expected) -> None:
     before = model(IDS).logits
@@ -108,6 +108,21 @@ def test_edits(model, intervention, expected) -> None:
     torch.testing.assert_close(edited[Q0].mu, plain[Q0].mu)
     assert not torch.allclose(after, before)
     assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_function_sees_the_dimensions_that_it_changes(model) -> None:
+    negated = activations.Patch(lambda latent: -latent.mu, dims=[0, -1])
+    with activations.latents(model) as edited, activations.intervene(model, {Q0: negated}):
+        model(IDS)
+    torch.testing.assert_close(edited[Q0].z[..., [0, -1]], -edited[Q0].mu[..., [0, -1]])
+    torch.testing.assert_close(edited[Q0].z[..., 1:-1], edited[Q0].mu[..., 1:-1])
+
+
+def test_inject_is_patch_and_warns(model) -> None:
+    with pytest.warns(DeprecationWarning, match="Inject has a new name: Patch"):
+        old = activations.Inject(torch.ones(6))
+    expected = logits(model, interventions={Q0: activations.Patch(1.0)})
+    assert torch.equal(logits(model, interventions={Q0: old}), expected)
 
 
 def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
@@ -134,8 +149,7 @@ def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
         ({"q_proj": activations.Add(torch.zeros(2), dims=[0, 1, 2])}, "must end in 3"),
         ({"q_proj": activations.Add(1.0, dims=[6])}, "6 dimensions"),
         ({"q_proj": activations.Clamp()}, "minimum"),
-        ({"q_proj": activations.Inject(torch.zeros(4))}, "must end in 6"),
-        ({"q_proj": activations.Inject(3)}, "function"),
+        ({"q_proj": activations.Patch(torch.zeros(4))}, "must end in 6"),
         ({"q_proj": [1.0]}, "expected Clamp"),
     ],
 )
@@ -147,14 +161,14 @@ def test_wrong_edits_are_refused_before_anything_changes(model, interventions, m
 
 
 def test_values_that_do_not_fit_the_tokens_are_refused(model) -> None:
-    interventions = {Q0: activations.Inject(torch.zeros(2, 5, 6))}
+    interventions = {Q0: activations.Patch(torch.zeros(2, 5, 6))}
     with activations.intervene(model, interventions), pytest.raises(ValueError, match="do not broadcast"):
         model(IDS)
 
 
 def test_gradients_reach_an_injected_latent(model) -> None:
     source = torch.zeros(6, requires_grad=True)
-    with activations.intervene(model, {Q0: activations.Inject(source)}):
+    with activations.intervene(model, {Q0: activations.Patch(source)}):
         loss = model(IDS, labels=IDS).loss
     loss.backward()
     assert source.grad.abs().sum() > 0

@@ -12,38 +12,38 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, Intervention, hook_points, with_hooks
 from relinear.contract.input_checks import check_model
 from relinear.contract.messages import did_you_mean, quoted
+from relinear.deprecated import RenamedAttribute, warn_renamed
 
 Values = float | Sequence[float] | Tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _DimensionIntervention(Intervention):
-    """Base of interventions that change all or some dimensions with constant values."""
+    """Base of interventions that change all dimensions, or those in ``dims``."""
+
+    dims: Sequence[int] | None
 
     def check(self, name: str, size: int) -> None:
-        dims = getattr(self, "dims", None)
-        if dims is not None:
-            wrong = [d for d in dims if not isinstance(d, int) or not -size <= d < size]
-            if wrong or not dims:
-                raise ValueError(f"{name}: dims={tuple(dims)} must be indices into its {size} dimensions")
-        width = size if dims is None else len(dims)
+        if self.dims is not None:
+            wrong = [d for d in self.dims if not isinstance(d, int) or not -size <= d < size]
+            if wrong or not self.dims:
+                raise ValueError(f"{name}: dims={tuple(self.dims)} must be indices into its {size} dimensions")
+        width = size if self.dims is None else len(self.dims)
         for field, value in vars(self).items():
-            shape = () if field == "dims" or value is None else torch.as_tensor(value).shape
+            shape = () if field == "dims" or value is None or callable(value) else torch.as_tensor(value).shape
             if shape and shape[-1] not in (1, width):
                 raise ValueError(
                     f"{name}: {type(self).__name__}({field}=) of shape {tuple(shape)} must end in {width} or 1"
                 )
 
     def apply(self, activation: Activation) -> Tensor:
-        dims = getattr(self, "dims", None)
-        if dims is None:
-            return self.change(activation.z)
-        z = activation.z.clone()
-        z[..., list(dims)] = self.change(activation.z[..., list(dims)])
+        if self.dims is None:
+            return self.change(activation)
+        z, dims = activation.z.clone(), list(self.dims)
+        z[..., dims] = self.change(Activation(*(part[..., dims] for part in activation)))
         return z
 
-    def change(self, z: Tensor) -> Tensor:
-        """Return the new values of the chosen dimensions z (..., R or len(dims))."""
+    def change(self, activation: Activation) -> Tensor:
+        """Return the new z (..., R or len(dims)) of an activation in the chosen dimensions."""
         raise TypeError(f"{type(self).__name__} does not implement change")
 
 
@@ -51,7 +51,7 @@ class _DimensionIntervention(Intervention):
 class Clamp(_DimensionIntervention):
     """Keep z, or some of its dimensions, within bounds.
 
-    Args:
+    Attributes:
         minimum, maximum: numbers or (R,); at least one of them.
         dims: the dimensions of z that it applies to; all of them if None.
 
@@ -73,7 +73,8 @@ class Clamp(_DimensionIntervention):
             raise ValueError(f"{name}: Clamp needs a minimum, a maximum or both")
         super().check(name, size)
 
-    def change(self, z: Tensor) -> Tensor:
+    def change(self, activation: Activation) -> Tensor:
+        z = activation.z
         if self.minimum is not None:
             z = torch.maximum(z, _like(self.minimum, z))
         return z if self.maximum is None else torch.minimum(z, _like(self.maximum, z))
@@ -83,7 +84,7 @@ class Clamp(_DimensionIntervention):
 class Add(_DimensionIntervention):
     """Add ``scale * direction`` to z, or to some of its dimensions.
 
-    Args:
+    Attributes:
         direction: a number, (R,) or anything that broadcasts to z (..., R).
         scale: factor of the direction.
         dims: the dimensions of z that it applies to; all of them if None.
@@ -102,16 +103,16 @@ class Add(_DimensionIntervention):
     scale: float = 1.0
     dims: Sequence[int] | None = None
 
-    def change(self, z: Tensor) -> Tensor:
-        return z + self.scale * _broadcastable(self.direction, z)
+    def change(self, activation: Activation) -> Tensor:
+        return activation.z + self.scale * _broadcastable(self.direction, activation.z)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Patch(_DimensionIntervention):
-    """Set z, or some of its dimensions, to given values.
+    """Set z, or some of its dimensions, to other values, such as the output of a hypernetwork; gradients flow into it.
 
-    Args:
-        value: a number, (R,) or anything that broadcasts to z (..., R).
+    Attributes:
+        value: a number, (R,), anything that broadcasts to z (..., R), or a function of the ``Activation`` that returns it.
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:
@@ -119,48 +120,34 @@ class Patch(_DimensionIntervention):
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
-        >>> _ = relinear.replace_(model, {"up_proj": relinear.Transponder()})
-        >>> with relinear.activations.intervene(model, {"modulator.scalar": relinear.activations.Patch(1.0)}):
-        ...     logits = model(ids).logits
-    """
-
-    value: Values
-    dims: Sequence[int] | None = None
-
-    def change(self, z: Tensor) -> Tensor:
-        return _broadcastable(self.value, z).expand_as(z)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Inject(Intervention):
-    """Replace z by another tensor, such as the output of a hypernetwork; gradients flow into it.
-
-    Args:
-        source: a tensor that broadcasts to z (..., R), or a function from the ``Activation`` (z, mu, sigma) to one.
-
-    Raises:
-        ValueError: by ``intervene``, if the source is neither, or its last dimension is not R.
-
-    Examples:
-        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
-        >>> shift = relinear.activations.Inject(lambda latent: latent.mu + 1)
+        >>> shift = relinear.activations.Patch(lambda latent: latent.mu + 1)
         >>> with relinear.activations.intervene(model, {"q_proj": shift}):
         ...     logits = model(ids).logits
     """
 
-    source: Tensor | Callable[[Activation], Tensor]
+    value: Values | Callable[[Activation], Tensor]
+    dims: Sequence[int] | None = None
 
-    def check(self, name: str, size: int) -> None:
-        if isinstance(self.source, Tensor):
-            if self.source.ndim == 0 or self.source.shape[-1] != size:
-                raise ValueError(f"{name}: Inject got shape {tuple(self.source.shape)}; it must end in {size}")
-        elif not callable(self.source):
-            raise ValueError(f"{name}: Inject takes a tensor or a function of the activation, got {self.source!r}")
-
-    def apply(self, activation: Activation) -> Tensor:
-        value = self.source if isinstance(self.source, Tensor) else self.source(activation)
+    def change(self, activation: Activation) -> Tensor:
+        value = self.value(activation) if callable(self.value) else self.value
         return _broadcastable(value, activation.z).expand_as(activation.z)
+
+
+class Inject(Patch):
+    """Set z to the values of ``source``: the earlier name of ``Patch(source)``, which works for one more version.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> with relinear.activations.intervene(model, {"o_proj.output": relinear.activations.Inject(torch.ones(1))}):
+        ...     logits = model(ids).logits
+    """
+
+    source = RenamedAttribute("value")
+
+    def __init__(self, source: Tensor | Callable[[Activation], Tensor]) -> None:
+        warn_renamed("Inject", "Patch")
+        super().__init__(source)
 
 
 def _like(value: Values, z: Tensor) -> Tensor:
@@ -184,8 +171,8 @@ def intervene(
 
     Args:
         model: any model, compiled or not.
-        interventions: name of a hook point -> one (``Clamp``, ``Add``, ``Patch``, ``Inject``) or a sequence of them,
-            applied in order. Names are exact or dotted suffixes ("q_proj" is that of every layer): of an operator for
+        interventions: name of a hook point -> one (``Clamp``, ``Add``, ``Patch``) or a sequence of them, applied in
+            order. Names are exact or dotted suffixes ("q_proj" is that of every layer): of an operator for
             its latent; of a gate ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel",
             "modulator.scalar"); "transformer.context" for a CGT's y; of a linear layer's output ("o_proj.output"). If
             several names match a hook point, all their interventions apply, in order. In nested blocks the outer
@@ -235,7 +222,7 @@ def _by_full_name(
             raise ValueError(f"no latent, gate or layer output is named {quoted(pattern)}; {suggestion}")
         for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if not isinstance(intervention, Intervention):
-                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {quoted(intervention)}")
+                raise ValueError(f"{pattern}: expected Clamp, Add or Patch, got {quoted(intervention)}")
             for name in names:
                 intervention.check(name, points[name].size)
                 chosen.setdefault(name, []).append(intervention)

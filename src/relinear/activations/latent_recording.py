@@ -144,8 +144,6 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
         if differing:
             raise ValueError(f"the two sides name their latents differently ({differing[0]!r}); pass names={{a: b}}")
         names = {name: name for name in first}
-    if not names:
-        raise ValueError("names is empty: there is nothing to align")
     distances = []
     for ours, theirs in names.items():
         for name, record in ((ours, first), (theirs, second)):

@@ -171,12 +171,8 @@ def decoder_for_context(model: Any) -> nn.Module:
         raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")
     decoder = find_decoder(model)
     check_passes_to_layers(model)
-    if not hasattr(decoder, "get_input_embeddings"):
-        raise ValueError(f"{type(decoder).__name__}, which runs the layers of {name}, has no get_input_embeddings")
-    if not takes_keywords(decoder):
-        raise ValueError(
-            f"{type(decoder).__name__}.forward takes no further keyword arguments, so it cannot pass on a context"
-        )
+    if not hasattr(decoder, "get_input_embeddings") or not takes_keywords(decoder):
+        raise ValueError(f"{type(decoder).__name__}, which runs the layers of {name}, cannot pass a context on to them")
     for key in conditioned_operators(model):
         _check_reached(model, key, key)
     return decoder
