@@ -60,7 +60,7 @@ def wrong_inputs(width):
         (torch.randn(2, 3, 2 * width), f"({2}, {3}, {2 * width})"),
         (torch.randn(3, 1), "(3, 1)"),
         (torch.randn(width, 3), f"({width}, 3)"),
-        (torch.randn(()), "without dimensions"),
+        (torch.randn(()), "shape ()"),
         (torch.ones(3, width, dtype=torch.long), "torch.int64"),
         (torch.ones(3, width, dtype=torch.bool), "torch.bool"),
         (torch.ones(3, width, dtype=torch.complex64), "torch.complex64"),

@@ -12,7 +12,7 @@ import relinear
 from conftest import make_tiny_llama, mostly_slow
 from relinear.contract.operator import is_replaceable
 from relinear.hf.model_layout import decoder_layers, layer_finder
-from relinear.hf.sub_blocks import unnormalized_sub_blocks
+from relinear.hf.sub_blocks import sub_blocks
 from tiny_models import FAMILIES, LAYERS, VOCABULARY, make_family
 
 IDS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -184,9 +184,9 @@ def test_a_path_level_gate_is_right_or_refused(family: str) -> None:
     stock = copy.deepcopy(model)
     relinear.attach_(model, relinear.PathTransponder(init="identity"))
     torch.testing.assert_close(model(IDS).logits, stock(IDS).logits)
-    for path in unnormalized_sub_blocks(stock):
+    for path in sub_blocks(stock, plain=False):
         path.module.register_forward_hook(double)
-    for path in unnormalized_sub_blocks(model):
+    for path in sub_blocks(model, plain=False):
         path.module.relinear_modulator.register_forward_hook(lambda module, args, output: 2 * output)
     torch.testing.assert_close(model(IDS).logits, stock(IDS).logits)
     model.train()

@@ -112,7 +112,7 @@ class Patch(_DimensionIntervention):
     """Set z, or some of its dimensions, to other values, such as the output of a hypernetwork; gradients flow into it.
 
     Attributes:
-        value: a number, (R,), anything that broadcasts to z (..., R), or a function of the ``Activation`` that returns it.
+        value: a number, (R,), what broadcasts to z (..., R), or a function of the ``Activation`` that returns it.
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:

@@ -103,20 +103,17 @@ class Config:
     def __new__(cls, *args: Any, **values: Any) -> Self:
         if args:
             raise UnknownSettingError(f"{cls.__name__} takes its settings by name, got {quoted(args[0])}")
-        cls._check_names(values, cls.__name__)
+        names = sorted(field.name for field in dataclasses.fields(cls))
+        for key in values:
+            if key not in names:
+                hint = did_you_mean(str(key), names)
+                raise UnknownSettingError(f"{cls.__name__}: unknown setting {quoted(key)}; {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every setting against its annotation; a subclass with further checks calls this first."""
         for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             check_value(name, getattr(self, name), hint)
-
-    @classmethod
-    def _check_names(cls, values: Iterable[Any], owner: str) -> None:
-        names = sorted(f.name for f in dataclasses.fields(cls))
-        for key in values:
-            if key not in names:
-                raise UnknownSettingError(f"{owner}: unknown setting {quoted(key)}; {did_you_mean(str(key), names)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
@@ -126,8 +123,8 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the config that ``to_dict`` wrote, of this version or an earlier one.
 
-        ``to_dict`` writes every setting. A config of an earlier version lacks those added since: they take their value
-        in ``legacy_defaults``, not today's default.
+        ``to_dict`` writes every setting. So a mapping that has all settings of the first version is taken for what
+        ``to_dict`` wrote, and settings that it lacks take their value in ``legacy_defaults``, not today's default.
 
         Raises:
             ValueError: on an unknown kind, an unknown key or a bad value.
@@ -146,7 +143,6 @@ class Config:
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
-        target._check_names(values, kind)
         fields = dataclasses.fields(target)
         texts = {f.name for f in fields if isinstance(f.default, str) and not _is_optional(target, f)}
         values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
@@ -215,26 +211,6 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value
-
-
-def to_legacy_dict(config: Config) -> dict[str, Any] | None:
-    """Return ``to_dict()`` without the settings in ``legacy_defaults``, as earlier versions wrote it.
-
-    None if a value differs from its legacy default, which no earlier version could have written.
-    """
-    values = config.to_dict()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in config.legacy_defaults:
-            if value != config.legacy_defaults[field.name]:
-                return None
-            del values[field.name]
-        elif isinstance(value, Config):
-            inner = to_legacy_dict(value)
-            if inner is None:
-                return None
-            values[field.name] = {"family": value.family} | inner
-    return values
 
 
 def _is_optional(config: type[Config], field: dataclasses.Field) -> bool:

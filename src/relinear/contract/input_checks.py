@@ -11,22 +11,14 @@ from relinear.contract.messages import quoted
 
 def check_features(x: Any, width: int, layer: nn.Module) -> None:
     """Raise ValueError unless ``x`` is a floating-point tensor (..., width); the message names ``layer``."""
-    if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != width or not x.is_floating_point():
-        _refuse_features(x, width, layer)
-
-
-def _refuse_features(x: Any, width: int, layer: Any) -> None:
-    if isinstance(x, torch.fx.Proxy):
-        return  # torch.fx traces a tensor of unknown shape
+    if isinstance(x, Tensor) and x.ndim and x.shape[-1] == width and x.is_floating_point():
+        return
+    if isinstance(x, torch.fx.Proxy):  # torch.fx traces a tensor of unknown shape
+        return
     name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
     kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
-    if not isinstance(x, Tensor):
-        got = quoted(x)
-    elif not x.is_floating_point():
-        got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
-    else:
-        got = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
     layer_name = f"{name} ({kind})" if name else kind
+    got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}" if isinstance(x, Tensor) else quoted(x)
     raise ValueError(f"{layer_name}: expected a floating-point tensor of shape (..., {width}), got {got}")
 
 

@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.config import to_legacy_dict
 from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
@@ -163,21 +162,16 @@ def _fit_remaining(
     return report
 
 
-def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
-    """Return the possible settings of ``full_plan``'s operators in a saved state; [] if it has other operators."""
+def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[Any] | None:
+    """Return the settings of ``full_plan``'s operators as a saved state has them; None if it has other operators."""
     configs = [(r.name, r.config) for r in full_plan.replacements]
-    if "operators" in state:
-        stored = state["operators"]
-        try:
-            known = [(name, OperatorConfig.from_dict(values)) for name, values in stored]
-        except (ValueError, TypeError):
-            return []
-        return [stored] if known == configs else []
     # the first version did not save them
-    of_first_version = [[name, to_legacy_dict(config)] for name, config in configs]
-    of_this_version = [[name, config.to_dict()] for name, config in configs]
-    could_be_first = all(values is not None for _, values in of_first_version)
-    return [of_this_version, of_first_version] if could_be_first else [of_this_version]
+    stored = state.get("operators", [[name, config.to_dict()] for name, config in configs])
+    try:
+        known = [(name, OperatorConfig.from_dict(values)) for name, values in stored]
+    except (ValueError, TypeError):
+        return None
+    return stored if known == configs else None
 
 
 def _common_parent(group: list[Replacement]) -> str:
@@ -260,8 +254,7 @@ class _Run:
             self.weights = dict(earlier.get("weights", {}))  # the first versions did not record them
         # hashed with the settings as they were saved, as earlier versions had fewer
         saved = _saved_operators(full_plan, earlier)
-        digests = [self.fingerprint(full_plan, earlier["settings"], operators) for operators in saved]
-        if earlier["fingerprint"] not in digests:
+        if saved is None or earlier["fingerprint"] != self.fingerprint(full_plan, earlier["settings"], saved):
             other_work = "a distillation of another model, mapping or corpus"
             raise ValueError(f"{self.folder.path} holds {other_work}; give another, or start over with {_OVERWRITE}")
         for number, group in enumerate(groups[: len(done)]):

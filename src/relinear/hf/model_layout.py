@@ -4,9 +4,10 @@ The layers are the module list whose length the config gives, under any name: ``
 ``base_model.model.model.layers`` of a PEFT model.
 """
 
+import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -168,25 +169,20 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
     Raises:
         ValueError: for anything but integers.
     """
-    index = _index(layers)
-    if index is not None:
-        return (index,)
-    if isinstance(layers, Iterable) and not isinstance(layers, str | bytes):
-        items = list(layers)
-        indices = [_index(item) for item in items]
-        if None not in indices:
-            return tuple(index for index in indices if index is not None)
-        layers = items[indices.index(None)]
-    hint = '; "4-11" is for --layers on the command line, here write range(4, 12)' if isinstance(layers, str) else ""
-    raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {quoted(layers)}{hint}")
-
-
-def _index(value: Any) -> int | None:
-    """Return ``value`` as an int if it is an integer (also of numpy or torch) and not a bool; else None."""
+    with contextlib.suppress(TypeError):
+        return (_index(layers),)
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return tuple(map(_index, layers))
     except TypeError:
-        return None
+        expected = "indices of decoder layers, such as 3 or [0, -1]"
+        raise ValueError(f"layers= takes {expected}; got {quoted(layers)}") from None
+
+
+def _index(value: Any) -> int:
+    """Return an integer (also of numpy or torch) as an int. Raises TypeError for anything else, bools included."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no index")
+    return operator.index(value)
 
 
 def existing_layers(layers: Any, count: int) -> list[int]:

@@ -37,38 +37,25 @@ class SubBlock(NamedTuple):
         return getattr(self.owner, self.norm_name)
 
 
-def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
-    """Return decoder layers by index, in order (negative ones count from the end); all of them by default."""
+def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None, *, plain: bool = True) -> list[SubBlock]:
+    """Return both sub-blocks of every decoder layer, or of ``layers`` (negative ones count from the end).
+
+    Args:
+        model: any Hugging Face decoder.
+        layers: indices of decoder layers.
+        plain: whether layers must add both outputs unchanged, as in Llama, Mistral, Qwen2, Qwen3 and GPT-2:
+            x = x + attention(norm(x)); x = x + mlp(norm(x)). False also accepts parallel layers,
+            x + attention(norm(x)) + mlp(norm(x)), and dropout or a constant factor on the output.
+
+    Raises:
+        ValueError: if a layer is of another kind, such as one that normalises outputs, or an index is out of range.
+    """
     stack = decoder_layers(model)
-    return [(i, stack[i]) for i in (range(len(stack)) if layers is None else existing_layers(layers, len(stack)))]
+    indices = range(len(stack)) if layers is None else existing_layers(layers, len(stack))
+    return [block for index in indices for block in _blocks(index, stack[index], plain)]
 
 
-def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
-    """Return both sub-blocks of every pre-norm decoder layer, or of ``layers`` (negative ones count from the end).
-
-    These are layers as in Llama, Mistral, Qwen2, Qwen3 and GPT-2:
-
-        x = x + attention(norm(x));  x = x + mlp(norm(x))
-
-    Raises:
-        ValueError: if a layer is of another kind (parallel, sandwich norms, scaled), or an index is out of range.
-    """
-    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=True)]
-
-
-def unnormalized_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
-    """Return both sub-blocks of every decoder layer, or of ``layers``, if their outputs are added without a norm.
-
-    These are pre-norm layers and parallel layers, x + attention(norm(x)) + mlp(norm(x)), also with dropout or a
-    constant factor on the output.
-
-    Raises:
-        ValueError: if an output is normalised first or already contains the stream, or an index is out of range.
-    """
-    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=False)]
-
-
-def _blocks(index: int, layer: nn.Module, *, plain: bool) -> list[SubBlock]:
+def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     """Return both sub-blocks of a layer; with ``plain`` both outputs must be added unchanged, one after the other."""
     children = dict(layer.named_children())
     norms = {name for name in children if "norm" in name or name.startswith("ln")}

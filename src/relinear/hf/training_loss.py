@@ -72,6 +72,8 @@ def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any],
 class GuidedTraining(nn.Module):
     """Wrap a model and an objective into a module that returns the objective's loss, as Trainer expects it.
 
+    ``training`` does so for every objective.
+
     In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
     the last training loss, detached.
     """

@@ -12,7 +12,7 @@ from relinear.contract.attachment import AttachmentConfig, add_part, factory_kwa
 from relinear.contract.config import register
 from relinear.hf.model_config import text_config
 from relinear.hf.model_layout import layer_indices
-from relinear.hf.sub_blocks import SubBlock, unnormalized_sub_blocks
+from relinear.hf.sub_blocks import SubBlock, sub_blocks
 from relinear.operators.transponder import ModulatorConfig, build_modulator
 
 _NAME = "relinear_modulator"
@@ -63,7 +63,7 @@ class PathTransponder(ModulatorConfig, AttachmentConfig):
 
     def _targets(self, model: nn.Module) -> list[SubBlock]:
         enabled = {"attention": self.attention, "mlp": self.mlp}
-        return [block for block in unnormalized_sub_blocks(model, self.layers) if enabled[block.role]]
+        return [block for block in sub_blocks(model, self.layers, plain=False) if enabled[block.role]]
 
     def check(self, model: nn.Module) -> None:
         for block in self._targets(model):

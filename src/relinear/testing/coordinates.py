@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.contract.module_state import forward_hooks_on
 from relinear.deprecated import RenamedAttribute
 from relinear.hf.model_layout import decoder_layers
-from relinear.hf.sub_blocks import unnormalized_sub_blocks
+from relinear.hf.sub_blocks import sub_blocks
 
 #: kinds of activations that are measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")
@@ -103,7 +103,7 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         recorded.setdefault(kind, []).append(value.detach())
 
     modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
-    blocks = unnormalized_sub_blocks(model)
+    blocks = sub_blocks(model, plain=False)
     modules += [(KINDS[1] if block.role == "attention" else KINDS[2], block.module) for block in blocks]
     with forward_hooks_on(modules, record):
         yield recorded
