@@ -347,7 +347,7 @@ def unchanged(model, function, *words):
         ("q_proj", {}, ["dict"]),
         (LONG, {}, ["dict"]),
         ({}, {}, ["non-empty dict"]),
-        ({"q_proj": 3}, {}, ["'q_proj'", "low_rank:rank=8"]),
+        ({"q_proj": 3}, {}, ["'q_proj'", "operator settings"]),
         ({"q_proj": relinear.LowRank}, {}, ["'q_proj'", "LowRank"]),
         ({"q_proj": relinear.residual.ReZero()}, {}, ["'q_proj'", "ReZero"]),
         ({"q_proj": "low_rnak"}, {}, ["'q_proj'", "did you mean 'low_rank'"]),
@@ -451,7 +451,7 @@ def test_parts_to_train_that_are_not_there(patterns):
 @pytest.mark.parametrize(
     ("model", "directory", "words"),
     [
-        ("out", make_tiny_llama, ["model first", "swapped"]),
+        ("out", make_tiny_llama, ["a model (an nn.Module), got 'out'"]),
         (None, "out", ["a model (an nn.Module), got None"]),
         ("model", "out", ["a model (an nn.Module), got 'model'"]),
         (lambda: nn.Linear(2, 3), "out", ["Linear", "a Hugging Face model"]),

@@ -103,7 +103,7 @@ def test_a_checkpoint_says_which_package_it_needs(package, tmp_path, monkeypatch
     saved(tmp_path / "out")
     registry._REGISTRY["operator"].pop("outside_scale")
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
-    with pytest.raises(ValueError, match=r"'outside_scale' is of outside-package 0\.3\. Install them"):
+    with pytest.raises(ValueError, match=r"'outside_scale' of .*'outside-package', 'version': '0\.3'}\. Install them"):
         relinear.from_pretrained(tmp_path / "out")
 
 

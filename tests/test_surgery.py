@@ -84,7 +84,7 @@ def test_conv1d_that_is_not_square_is_read_transposed():
         ({"(": LOW}, {}, "not a valid regular expression"),
         ({"": LOW}, {}, "non-empty string"),
         ({}, {}, "non-empty dict"),
-        ({"q_proj": 3}, {}, "must map to an operator config"),
+        ({"q_proj": 3}, {}, "'q_proj': expected operator settings"),
         ({"q_proj": LOW}, {"layers": [3]}, "layer 3 does not exist: the model has 3 layers"),
         ({"q_proj": LOW}, {"layers": []}, "nothing to replace"),
         ({"q_proj": LOW}, {"exclude": ".*"}, "nothing to replace"),

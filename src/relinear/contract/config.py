@@ -130,7 +130,7 @@ class Config:
             ValueError: on an unknown kind, an unknown key or a bad value.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {quoted(values)}")
+            raise ValueError(f"expected {cls.family} settings, as text or with a 'kind', got {quoted(values)}")
         values = dict(values)
         kind = values.pop("kind", None)
         if isinstance(kind, str) and kind not in cls.kinds():

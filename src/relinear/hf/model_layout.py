@@ -174,7 +174,7 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
     try:
         return tuple(map(_index, layers))
     except TypeError:
-        expected = "indices of decoder layers, such as 3 or [0, -1]"
+        expected = "indices of decoder layers, such as 3, [0, -1] or range(4, 12)"
         raise ValueError(f"layers= takes {expected}; got {quoted(layers)}") from None
 
 

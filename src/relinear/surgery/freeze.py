@@ -38,10 +38,7 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
         matched = {id(p) for module in hits for p in module.parameters()}
         matched |= {id(p) for name, p in model.named_parameters() if matches(pattern, name)}
         if not matched:
-            known = [
-                name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
-            ]
-            parts = {name.rpartition(".")[2] for name in known if not name.rpartition(".")[2].isdigit()}
+            parts = {part for name, _ in model.named_parameters() for part in name.split(".") if not part.isdigit()}
             raise ValueError(f"pattern {quoted(pattern)} names no parameters; {did_you_mean(pattern, sorted(parts))}")
         chosen |= matched
     if not chosen:

@@ -5,13 +5,12 @@ in ``config.json`` under ``quantization_config``, the weights in safetensors.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -24,14 +23,12 @@ from relinear.hf.attachments import apply_attachment_, attachments
 from relinear.hf.config_record import FORMAT_VERSION, METHOD, finish_surgery_
 from relinear.hf.model_layout import find_module
 from relinear.hf.vocabulary import token_tables
-from relinear.surgery.packed import GROUP, SUFFIX, Unpack, packed_shape
+from relinear.surgery.packed import GROUP, SUFFIX, Unpack
 from relinear.surgery.saved_config import remove_file_only_fields_
 from relinear.surgery.select import PART_PREFIX
-from relinear.surgery.stored_tensors import TensorSpec, stored_specs
 from relinear.surgery.tied import swap_layer
 from relinear.system.text import some_names
 
-_T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 
@@ -76,18 +73,13 @@ class RelinearConfig(QuantizationConfigMixin):
         vars(self).update({key: value for key, value in values.items() if key != "packages" or value})
 
 
-def _package_advice(packages: Any) -> str:
+def _package_advice(packages: Mapping[str, Mapping[str, str]] | None) -> str:
     """Return advice about the packages that a checkpoint needs; "" if it needs none."""
-    if not isinstance(packages, Mapping) or not packages:
+    if not packages:
         return ""
-    lines = []
-    for kind, origin in packages.items():
-        facts = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
-        package = facts.get("package")
-        source = f"{package} {facts.get('version', '')}".strip() if package else f"the module {facts.get('module')}"
-        lines.append(f"{quoted(kind)} is of {source}")
+    needed = ", ".join(f"{quoted(kind)} of {quoted(dict(origin))}" for kind, origin in packages.items())
     return (
-        f". It was saved with operators of other packages: {', '.join(lines)}. Install them, or name their modules in "
+        f". It was saved with operators of other packages: {needed}. Install them, or name their modules in "
         "RELINEAR_IMPORT or with relinear --import"
     )
 
@@ -114,8 +106,7 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         rebuild_(model, self.quantization_config)
-        if files := kwargs.get("checkpoint_files"):
-            _check_recorded_weights(model, self, files)
+        self._floats = {key for key, value in model.state_dict().items() if value.is_floating_point()}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             from relinear.surgery.parallel import plan_for_transformers_
 
@@ -131,6 +122,9 @@ class RelinearQuantizer(HfQuantizer):
         return [*unpack, *super().update_weight_conversions(weight_conversions, model), *renaming]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        state = model.state_dict()
+        if wrong := [key for key, value in state.items() if value.is_floating_point() != (key in self._floats)]:
+            raise ValueError(f"the checkpoint has integers for floats, or floats for integers: {some_names(wrong)}")
         for name, operator in named_operators(model):
             problem = operator.problem_with_values(operator.state_dict())
             if problem is not None:
@@ -205,48 +199,26 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     finish_surgery_(model)
 
 
-def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
-    """Return ``stored`` under the names in ``model``: transformers saves some models under other names."""
-    steps = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
-    expected, prefix = model.state_dict(), model.base_model_prefix
-    named = {}
-    for key in sorted(stored, key=dot_natural_key):
-        name, _ = rename_source_key(key, renamings, converters, prefix, expected)
-        if name not in expected and key in expected:  # as in transformers: the pattern was for another key
-            name = key
-        named[name] = stored[key]
-    return named
+def check_loaded(model: Any, info: Mapping[str, Any]) -> None:
+    """Raise ValueError unless operators and attached parts have all their weights, and no others, from a checkpoint.
 
+    transformers only warns of missing or unknown weights, as it should of another task's head. Embeddings of tokens may
+    have another vocabulary (``ignore_mismatched_sizes``).
 
-def _check_recorded_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
-    """Raise ValueError unless operators and attached parts have exactly the weights that their record requires.
-
-    transformers handles other missing or unknown weights, such as a new head for another task, and embeddings for
-    another vocabulary, which a caller may reinitialise (``ignore_mismatched_sizes``).
+    Args:
+        model: as ``from_pretrained`` returned it.
+        info: its ``output_loading_info``.
     """
-    tables = {id(table.weight) for table in token_tables(model)}
-    of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
     prefixes = [name + "." for name, _ in named_operators(model)]
     prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(PART_PREFIX)]
-    named = _named_as_in_model(model, quantizer, stored_specs(files))
-    stored = {key: tensor for key, tensor in named.items() if key.startswith(tuple(prefixes))}
-    expected = {
-        k: TensorSpec.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(prefixes))
+    tables = {id(table.weight) for table in token_tables(model)}
+    of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
+    reported = {
+        "missing": info.get("missing_keys", ()),
+        "unknown": info.get("unexpected_keys", ()),
+        "of another shape": {key for key, *_ in info.get("mismatched_keys", ())} - of_tokens,
     }
-    if packed := quantizer.quantization_config.packed:  # integers of the right size count as what they unpack to
-        stored |= {
-            key: tensor
-            for key, tensor in expected.items()
-            if len(tensor.shape) > 1 and stored.get(key) == (packed_shape(tensor.shape, packed["bits"]), "integers")
-        }
-    missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
-    unknown = stored.keys() - expected.keys()
-    common = expected.keys() & stored.keys()
-    differ = [key for key in common if not stored[key].fits(expected[key], any_shape=key in of_tokens)]
-    other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
-    problems = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
+    problems = {name: [key for key in keys if key.startswith(tuple(prefixes))] for name, keys in reported.items()}
     if any(problems.values()):
         parts = "; ".join(f"{problem} {some_names(keys)}" for problem, keys in problems.items() if keys)
         raise ValueError(

@@ -1,6 +1,6 @@
 """Patch the few functions of transformers and PEFT that offer no hook to third parties.
 
-Models without operators are not affected: their configs have no record, so the original function runs. See
+Models without operators are not affected: their configs have no record, so the original function decides. See
 ``docs/ecosystem.md`` for what each patch is needed for.
 """
 
@@ -25,7 +25,7 @@ from relinear.contract.wrapper import Wrapper
 from relinear.hf.config_record import make_record, parse_record, record_in_config
 from relinear.hf.initialization import initialize_
 from relinear.hf.vocabulary import token_tables
-from relinear.surgery.rebuild import RelinearConfig, rebuild_
+from relinear.surgery.rebuild import RelinearConfig, check_loaded, rebuild_
 from relinear.surgery.saved_config import needs_loader, remove_file_only_fields_, write_config
 from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import untie_config_
@@ -165,13 +165,23 @@ def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
     return model
 
 
-def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """Load with the checkpoint's record, even if the caller passes another config."""
-    stored = None if config is None else _stored_record(name, kwargs)
+def _from_pretrained(
+    original: Any, cls: Any, name: Any, /, *args: Any, config: Any = None, output_loading_info: bool = False, **kw: Any
+) -> Any:
+    """Load with the checkpoint's record, even if the caller passes another config; check that nothing is missing."""
+    config = _with_stored_record(name, config, kw)
+    model, info = original(cls, name, *args, config=config, output_loading_info=True, **kw)
+    check_loaded(model, info)
+    return (model, info) if output_loading_info else model
+
+
+def _with_stored_record(name: Any, config: Any, options: dict[str, Any]) -> Any:
+    """Return the caller's ``config`` with the record of the checkpoint ``name``, if that has one."""
+    stored = None if config is None else _stored_record(name, options)
     if stored is not None and isinstance(config, str | os.PathLike):
         config = AutoConfig.from_pretrained(config)
     if stored is None or stored == record_in_config(config):
-        return original(cls, name, *args, config=config, **kwargs)
+        return config
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"{name} holds relinear operators, of which config= knows nothing; leave it out")
     other = getattr(config, "quantization_config", None)
@@ -182,7 +192,7 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
         )
     config = copy.copy(config)
     config.quantization_config = stored
-    return original(cls, name, *args, config=config, **kwargs)
+    return config
 
 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
