@@ -222,7 +222,7 @@ def test_values_nested_without_end(tmp_path):
     (tmp_path / "other.json").write_text(deep)
     with pytest.raises(ValueError, match=r"data\.jsonl cannot be read: .*depth"):
         list(iter_texts(DataSettings(data=str(tmp_path / "data.jsonl"), cache_dir=tmp_path / "cache"), "all"))
-    with pytest.raises(ValueError, match=r"other\.json is nested too deeply"):
+    with pytest.raises(ValueError, match=r"other\.json is not valid JSON"):
         read_json(tmp_path / "other.json")
 
 

@@ -127,7 +127,10 @@ def test_a_damaged_record_of_bits_is_refused(tmp_path) -> None:
     relinear.replace_(model, {"q_proj": relinear.LowRank(rank=4)})
     relinear.save_pretrained(model, tmp_path, bits=4)
     path = tmp_path / "config.json"
-    for record, said in (({"bits": 4, "group": 32}, "packed must be like"), ({"bits": 5, "group": 64}, "no model can be built")):
+    for record, said in (
+        ({"bits": 4, "group": 32}, "packed must be like"),
+        ({"bits": 5, "group": 64}, "no model can be built"),
+    ):
         text = re.sub(r'"packed": \{[^}]*\}', f'"packed": {json.dumps(record)}', path.read_text())
         path.write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -19,15 +19,6 @@ _MARKER = "<!-- Written by relinear, and again whenever this model is saved. Rem
 
 def write_card(model: Any, record: Mapping[str, Any], directory: Path) -> None:
     """Write ``README.md`` into ``directory``; ``record`` is the one in the model's ``config.json``."""
-    write_text(directory / CARD, _card(model, record))
-
-
-def is_generated_card(path: Path) -> bool:
-    """Return whether ``path`` is a model card that relinear wrote and may replace."""
-    return path.is_file() and _MARKER in path.read_text(encoding="utf-8", errors="replace")
-
-
-def _card(model: Any, record: Mapping[str, Any]) -> str:
     name = _base_model(model)
     causal = type(model).__name__.endswith("ForCausalLM")
     front = ["library_name: transformers", "tags:", "- relinear"]
@@ -37,7 +28,12 @@ def _card(model: Any, record: Mapping[str, Any]) -> str:
     lines = ["---", *front, "---", _MARKER, "", f"# {origin} with layers of relinear", ""]
     packages = {source["package"] for source in record.get("packages", {}).values() if "package" in source}
     lines += [*_table(model), "", *_loading_section(causal, sorted(packages)), ""]
-    return "\n".join(lines)
+    write_text(directory / CARD, "\n".join(lines))
+
+
+def is_generated_card(path: Path) -> bool:
+    """Return whether ``path`` is a model card that relinear wrote and may replace."""
+    return path.is_file() and _MARKER in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _base_model(model: Any) -> str | None:

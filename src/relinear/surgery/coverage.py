@@ -130,13 +130,11 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]
         if id(module) in visited:
             return
         visited.add(id(module))
-        if isinstance(module, Operator) or is_replaceable(module):
-            yield name, module, _ADAPTER if adapter else None
+        reason = None if is_replaceable(module) else _SUBCLASS if isinstance(module, nn.Linear) else _FUSED
+        if reason != _FUSED or _holds_matrices(module):
+            yield name, module, _ADAPTER if adapter else reason
+        if reason is None:
             return
-        if isinstance(module, nn.Linear):
-            yield name, module, _ADAPTER if adapter else _SUBCLASS
-        elif _holds_matrices(module):
-            yield name, module, _ADAPTER if adapter else _FUSED
         for key, child in module.named_children():
             if not key.startswith(PART_PREFIX):
                 yield from walk(child, f"{name}.{key}" if name else key, adapter or is_added_by_peft(module, key))

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from safetensors import SafetensorError
-
 from relinear.system.text import shorten
 
 MANIFEST = "manifest.json"
@@ -137,9 +135,7 @@ def parse_json(text: str, source: str | Path) -> Any:
     """Return the JSON value in ``text``. Raises ValueError, which names ``source``, if it is invalid or too nested."""
     try:
         return json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{source} is nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON ({error})") from None
 
 
@@ -156,15 +152,9 @@ def damaged_file_errors(path: str | Path, problem: str, advice: str) -> Iterator
     """
     try:
         yield
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
         why = str(error) if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path} is {problem} ({shorten(why)}); {advice}") from error
 

@@ -1,6 +1,5 @@
 """Cache results in folders that no other user can write to; entries are named by their key and checked when opened."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -183,18 +182,9 @@ def user_cache() -> Path:
         raise FileNotFoundError(errno.ENOENT, advice, "~/.cache") from None
 
 
-def user_name(number: int) -> str:
-    """Return the name of a user by number; without one, the number."""
-    with contextlib.suppress(ImportError, KeyError):
-        import pwd
-
-        return pwd.getpwuid(number).pw_name
-    return f"number {number}"
-
-
 def _check_owner(path: Path, state: os.stat_result, above: bool) -> None:
     if state.st_uid not in (os.geteuid(), 0):
-        reason = f"it belongs to another user ({user_name(state.st_uid)}), who could have put anything there"
+        reason = f"it belongs to another user (number {state.st_uid}), who could have put anything there"
         raise PermissionError(errno.EACCES, reason, str(path))
     writable = state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid))
     if writable and not stat.S_ISLNK(state.st_mode) and not (above and state.st_mode & stat.S_ISVTX):
