@@ -508,7 +508,7 @@ def test_what_is_no_corpus(data, tmp_path):
 
 @pytest.mark.parametrize("settings", [None, "corpus.txt", 3, LONG], ids=brief)
 def test_data_without_settings(settings):
-    refused(lambda: relinear.data.prepare_data(settings), "prepare_data takes", "DataSettings(data=")
+    refused(lambda: relinear.data.prepare_data(settings), "data settings: expected a mapping")
 
 
 def test_data_settings_as_a_mapping():

@@ -37,9 +37,10 @@ ACTIVATION_HOOKS = "_activation_hooks"
 class Activation(NamedTuple):
     """Hold a value of one forward: a latent, gate or output, with its distribution if it is a Gaussian latent.
 
-    Args:
+    Attributes:
         z: the value (..., R).
-        mu, logvar: mean and log variance (..., R) of the distribution that z is drawn from; z and -inf if of none.
+        mu: mean (..., R) of the distribution that z is drawn from; z if there is none.
+        logvar: its log variance (..., R); -inf if there is none.
     """
 
     z: Tensor
@@ -77,7 +78,7 @@ class Intervention:
 class ActivationHook:
     """Apply interventions to an activation and show it to observers.
 
-    Args:
+    Attributes:
         interventions: applied in order.
         observers: called with the activation after all interventions.
     """
@@ -159,7 +160,7 @@ class LatentOperator(HasHookPoints, Operator):
 class HookPoint:
     """Name a value of a module to which one hook can be attached.
 
-    Args:
+    Attributes:
         module: whose forward computes the value.
         name: of the value in the module.
         size: R, the number of its dimensions.

@@ -52,7 +52,8 @@ class Clamp(_DimensionIntervention):
     """Keep z, or some of its dimensions, within bounds.
 
     Attributes:
-        minimum, maximum: numbers or (R,); at least one of them.
+        minimum: a number or (R,); None for no bound.
+        maximum: likewise; at least one of the two is given.
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:

@@ -94,8 +94,9 @@ class _Recorder:
 class LatentDistribution(NamedTuple):
     """Hold the distribution of a latent over tokens.
 
-    Args:
-        mean, std: mean and standard deviation (R,) of its dimensions.
+    Attributes:
+        mean: of its dimensions (R,).
+        std: standard deviation of its dimensions (R,).
     """
 
     mean: Tensor

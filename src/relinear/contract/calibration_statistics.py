@@ -19,10 +19,9 @@ class CalibrationStatistics:
     A fit W' of a weight W minimises tr(G (W - W') A (W - W')^T), which is the mean squared error of the outputs in the
     metric G over inputs whose second moment is A.
 
-    Args:
+    Attributes:
         inputs: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
-        outputs: G (O, O), the mean of g g^T over the loss's gradients g at the output; only its diagonal (O,) for
-            outputs as many as a vocabulary; None means the identity.
+        outputs: G (O, O), the mean of g g^T over the loss's gradients g at the output, or its diagonal (O,); None is I.
         tokens: number of calibration tokens; None if unknown.
         kinds: A (I, I) of each kind of calibration text, if there are several.
     """

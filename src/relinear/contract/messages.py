@@ -33,7 +33,7 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 2 * _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
 
 
-def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
+def did_you_mean(name: str, known: Iterable[str], limit: int = _MAX_NAMES) -> str:
     """Return a phrase: "did you mean ...?" with similar ``known`` names, or "known: ..." with the first ``limit``.
 
     Names are similar if difflib says so, or if ``name`` abbreviates them ("lr" for "learning_rate").
@@ -41,9 +41,7 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _
     known = list(known)
     initials = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
     # Long texts are similar to no name and slow to compare.
-    close = initials or (
-        difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
-    )
+    close = initials or (difflib.get_close_matches(name, known, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else [])
     if close:
         return f"did you mean {' or '.join(map(quoted, close))}?"
     more = f" and {len(known) - limit} more" if len(known) > limit else ""

@@ -12,18 +12,15 @@ InitLaw = Literal["fan_in", "constant", "orthogonal"]
 class ParamRole(NamedTuple):
     """Hold the role of a parameter, so that one optimiser recipe serves every operator.
 
-    Args:
-        fan_in: number of inputs that a unit sums over; None for vectors (biases, gains, scales), lookup tables, and
-            bivectors, which rotate instead of summing.
+    Attributes:
+        fan_in: number of inputs that a unit sums over; None for vectors, lookup tables and bivectors.
         lr_multiplier: factor on the base learning rate.
         weight_decay: whether weight decay applies.
-        fan_in_scales: whether the fan-in grows with the model's width, so that muP scales the learning rate; False for
-            a size that is a setting (a rank, the width of a context).
+        fan_in_scales: whether the fan-in grows with the model's width; False for a size that is a setting, as a rank.
         fan_out: number of units that read an input; None (unknown) means equal to the fan-in.
         fan_out_scales: whether the fan-out grows with the model's width.
         growth: fans grow as this power of the model's width; 0.5 for a factor of a Kronecker product.
-        init_law: standard deviation of the default initialisation: "fan_in" is 1 / sqrt(fan_in), "constant" does not
-            depend on the sizes, "orthogonal" is 1 / sqrt(max(fan_in, fan_out)).
+        init_law: default std: "fan_in" is fan_in^-0.5, "orthogonal" max(fan_in, fan_out)^-0.5, "constant" any constant.
         readout: whether this is the output layer, which computes the logits.
         fan_in_offset: the fan-in is the model's width minus this constant.
     """

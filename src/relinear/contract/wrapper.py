@@ -19,9 +19,8 @@ from relinear.contract.parameter_roles import ParamRole
 class WrapperConfig(OperatorConfig):
     """Hold the settings of an operator that wraps another layer.
 
-    Args:
-        base: settings of the wrapped operator. None wraps the layer that is replaced (an ``nn.Linear``, a ``Conv1D`` or
-            an operator), or a new ``nn.Linear`` if the wrapper is built outside of a model.
+    Attributes:
+        base: settings of the wrapped operator; None wraps the replaced layer or, outside of a model, a new nn.Linear.
     """
 
     base: InstanceOf[OperatorConfig] | None = None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from relinear.contract.messages import quoted
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
 from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, MixtureSource, MixtureTask, Samples, Task, task_of
@@ -72,10 +71,12 @@ class PackedDataset(Dataset):
 class PackedData:
     """Hold the data that a run trains and evaluates on.
 
-    train, validation: blocks of tokens, or samples of a task.
-    tokenizer: a Hugging Face tokenizer, to be saved with the model; None for a task of vectors.
-    vocab_size: entries that the embedding needs; None for a task of vectors.
-    description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; files not read.
+    Attributes:
+        train: blocks of tokens, or samples of a task.
+        validation: likewise.
+        tokenizer: a Hugging Face tokenizer, to be saved with the model; None for a task of vectors.
+        vocab_size: entries that the embedding needs; None for a task of vectors.
+        description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; files not read.
     """
 
     train: Any
@@ -114,9 +115,6 @@ def prepare_data(
         >>> data.train[0]["input_ids"].shape
         torch.Size([64])
     """
-    if not isinstance(settings, DataSettings | Mapping):
-        expected = "relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields"
-        raise ValueError(f"prepare_data takes {expected}, got {quoted(settings)}")
     settings = DataSettings.load(settings, "data settings")
     if (task := task_of(settings.data)) is not None:
         return _task_data(task, settings, on_progress)

@@ -15,7 +15,7 @@ from relinear.data.tokenizers import check_tokenizer_name
 class DataSettings(Settings):
     """Hold the settings of text: corpus, tokenizer, lengths. Unknown keys and values out of range are errors.
 
-    Args:
+    Attributes:
         data: ``stdlib``, a file, folder or pattern, a Hub name, or a synthetic task. ``stdlib`` is the source text of
             Python's standard library. Files are txt, md, json, jsonl, csv, tsv, parquet or arrow, also compressed. Hub
             names are ``owner/name`` or ``owner/name:config``. Tasks are ``cgt-arithmetic:...``, ``cgt-regression:...``

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relinear.contract.messages import did_you_mean, quoted
+from relinear.contract.messages import quoted
 from relinear.data.chat import Conversation, as_document
 from relinear.system.grouped import grouped
 from relinear.system.private_cache import cache_folder, cached, digest, usable_folder
@@ -67,8 +67,9 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", 
 class Source:
     """Hold documents in a fixed order.
 
-    documents: each call returns a new iterator over all documents.
-    key: JSON value that changes whenever the documents may have changed.
+    Attributes:
+        documents: each call returns a new iterator over all documents.
+        key: JSON value that changes whenever the documents may have changed.
     """
 
     documents: Callable[[], Iterator[str]]
@@ -298,56 +299,37 @@ def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: 
 
 
 def _column(name: str, rows: Any, chosen: str | None) -> str:
-    """Return the name of the column of documents, chosen by the types of the columns."""
+    """Return the column of documents: ``chosen``, else ``text``, ``messages``, or the only column of strings.
+
+    Raises:
+        ValueError: if the column is missing or has neither text nor conversations, or if no column is the obvious one.
+    """
     features = rows.features
     if features is None:  # a stream that does not state them
         import datasets
 
         features = datasets.Dataset.from_list(list(rows.take(_ROWS_TO_INFER_TYPES))).features
-    texts = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
-    return choose_column(name, chosen, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
+    strings = ("string", "large_string", "string_view")
+    texts = [key for key, feature in features.items() if getattr(feature, "dtype", "") in strings]
+    chats = [key for key, feature in features.items() if _holds_messages(feature)]
+    wanted = chosen or "text"
+    if wanted in (*texts, *chats):
+        return wanted
+    if chosen is None and "messages" in chats:
+        return "messages"
+    if chosen is None and len(texts) == 1 and "text" not in features:
+        return texts[0]
+    problem = f"column {quoted(wanted)} has no text" if wanted in features else f"no column {quoted(wanted)}"
+    raise ValueError(
+        f"{name}: {problem}; choose one with text_column (--text-column); columns of text: "
+        f"{shorten(', '.join(texts)) or 'none'}; all columns: {shorten(', '.join(features)) or 'none'}"
+    )
 
 
 def _holds_messages(feature: Any) -> bool:
     """Return whether a feature is a list of messages, or of mappings whose keys differ between rows."""
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     return {"role", "content"} <= set(inner) if isinstance(inner, dict) else type(inner).__name__ == "Json"
-
-
-def choose_column(
-    where: str, chosen: str | None, columns: Sequence[str], texts: Sequence[str], chats: Sequence[str] = ()
-) -> str:
-    """Return the column of documents: ``chosen``, else ``text``, ``messages``, or the only column of strings.
-
-    Args:
-        where: the file or data set, for messages.
-        chosen: the user's choice, or None.
-        columns: all columns. texts: those of strings. chats: those of conversations.
-
-    Raises:
-        ValueError: if ``chosen`` is missing or has neither text nor conversations, or if no column is the obvious one.
-    """
-    if chosen is not None:
-        if chosen not in columns:
-            raise ValueError(
-                f"{where}: no column {quoted(chosen)}; {did_you_mean(chosen, columns)}; all columns: "
-                f"{shorten(', '.join(columns))}"
-            )
-        if chosen not in (*texts, *chats):
-            raise ValueError(
-                f"{where}: column {quoted(chosen)} has no text; columns of text: {shorten(', '.join(texts)) or 'none'}"
-            )
-        return chosen
-    for name, members in (("text", texts), ("messages", chats)):
-        if name in members:
-            return name
-    if len(texts) == 1 and "text" not in columns:
-        return texts[0]
-    missing = "column 'text' does not have text" if "text" in columns else "no column 'text'"
-    raise ValueError(
-        f"{where}: {missing}; choose one with text_column (--text-column); columns of text: "
-        f"{shorten(', '.join(texts)) or 'none'}; all columns: {shorten(', '.join(columns)) or 'none'}"
-    )
 
 
 # The Hugging Face Hub

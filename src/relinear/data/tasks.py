@@ -120,7 +120,7 @@ class ArithmeticTask(Task):
     C is truncated towards zero: the paper writes the floor but calls it truncation, and its example (a = 0.5, b = -1.5:
     ``012*023=-00028`` from -28.5) is truncated towards zero.
 
-    Args:
+    Attributes:
         tasks: number of tasks in a sample. This and the other defaults are the paper's.
         examples: number of examples in a task.
         digits: of the two integers.
@@ -216,7 +216,7 @@ class RegressionTask(Task):
 
     All components are standard normal; each sample has its U and b. A model reads vectors, not tokens.
 
-    Args:
+    Attributes:
         inputs: features of x, d_in. This and the other defaults are the paper's.
         outputs: features of y, d_out.
         pairs: N.
@@ -268,7 +268,7 @@ class RegressionTask(Task):
 class MixtureTask(Task):
     """Two excerpts of texts, joined at a random position, where the topic changes (CGT, Section 4.1).
 
-    Args:
+    Attributes:
         of: sources as for ``data``, with "+" between them; each is equally often the source of an excerpt.
         start: the end of the first excerpt is uniform between this share of ``sequence_length`` and ``finish``; in the
             paper between 0.5 and 0.75 of 512.
@@ -298,8 +298,10 @@ class MixtureTask(Task):
 class MixtureSource:
     """Draw the samples of a ``MixtureTask`` from tokenised documents.
 
-    task: the settings. length: tokens per sample.
-    sources: the token ids of each source's documents; excerpts start anywhere in those that are long enough.
+    Attributes:
+        task: the settings.
+        length: tokens per sample.
+        sources: the token ids of each source's documents; excerpts start anywhere in those that are long enough.
     """
 
     task: MixtureTask

@@ -46,7 +46,12 @@ def find_module(model: Any, name: str) -> nn.Module | None:
 
 
 class _Stack(NamedTuple):
-    """Decoder layers, and the module whose forward runs them."""
+    """Hold decoder layers.
+
+    Attributes:
+        owner: the module whose forward runs them.
+        layers: in order.
+    """
 
     owner: nn.Module
     layers: tuple[nn.Module, ...]

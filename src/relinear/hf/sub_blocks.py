@@ -15,13 +15,12 @@ _NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2")
 class SubBlock(NamedTuple):
     """Hold the attention or MLP of a decoder layer, whose output is added to the residual stream.
 
-    Args:
+    Attributes:
         layer: index of the decoder layer.
         role: of the module.
         module: the attention or MLP.
         owner: the decoder layer.
-        norm_name: its attribute with the sub-block's input norm, which both sub-blocks share in some parallel layers;
-            None if unknown.
+        norm_name: its attribute with the sub-block's input norm, which some parallel layers share; None if unknown.
     """
 
     layer: int

@@ -30,7 +30,14 @@ _WARN_ABOVE_SHARE = 0.1  # of the linear parameters
 
 @dataclasses.dataclass(frozen=True)
 class Unreplaced:
-    """Group the linear layers of one class that were not replaced for one reason."""
+    """Group the linear layers of one class that were not replaced for one reason.
+
+    Attributes:
+        reason: why they were not replaced.
+        kind: name of their class.
+        names: their names in the model.
+        parameters: number of their parameters.
+    """
 
     reason: str
     kind: str
@@ -48,8 +55,10 @@ class Coverage:
 
     Embeddings, norms, convolutions and a head that is tied to the embedding do not count.
 
-    layers, parameters: numbers of replaced layers and of their parameters.
-    skipped: the layers that were not replaced, by reason.
+    Attributes:
+        layers: number of replaced layers.
+        parameters: number of parameters that the replaced layers had.
+        skipped: the layers that were not replaced, by reason.
     """
 
     layers: int

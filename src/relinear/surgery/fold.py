@@ -21,9 +21,10 @@ from relinear.surgery.tied import swap_layer, untie_config_
 class FoldReport:
     """Report what ``fold_`` did.
 
-    folded: names of the operators that became linear layers.
-    skipped: why the others stayed operators, by name.
-    max_logit_difference: the largest change of the logits; None if it was not measured.
+    Attributes:
+        folded: names of the operators that became linear layers.
+        skipped: why the others stayed operators, by name.
+        max_logit_difference: the largest change of the logits; None if it was not measured.
     """
 
     folded: tuple[str, ...]

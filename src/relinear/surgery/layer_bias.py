@@ -16,7 +16,7 @@ class LayerBias(AttachmentConfig):
 
     The layers remain ``nn.Linear``. An operator that replaces one later has a bias, too.
 
-    Args:
+    Attributes:
         layers: names of the layers in the model.
     """
 

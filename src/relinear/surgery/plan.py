@@ -36,7 +36,14 @@ _WARN_ABOVE = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """Describe the planned replacement of one module by an operator."""
+    """Describe the planned replacement of one module by an operator.
+
+    Attributes:
+        target: the module, with its names.
+        config: settings of the operator.
+        in_features: size of the layer's input.
+        out_features: size of the layer's output.
+    """
 
     target: Target
     config: OperatorConfig
@@ -53,8 +60,12 @@ class Replacement:
 class Plan:
     """Hold the changes that ``replace_`` would make, before anything has changed. Printing it shows a line per layer.
 
-    skipped: why each other linear layer stays, by name.
-    notes: warnings that ``apply_`` issues and the summary shows.
+    Attributes:
+        model: the model to change.
+        replacements: one for every layer to replace.
+        init: how the operators are initialised.
+        skipped: why each other linear layer stays, by name.
+        notes: warnings that ``apply_`` issues and the summary shows.
     """
 
     model: nn.Module

@@ -32,8 +32,11 @@ _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"}
 class Target:
     """Hold a module to replace.
 
-    name, aliases: its first name in the model, and its other ones.
-    pattern: the one that matched it.
+    Attributes:
+        name: its first name in the model.
+        aliases: its other names.
+        module: the module itself.
+        pattern: the one that matched it.
     """
 
     name: str

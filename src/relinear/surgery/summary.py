@@ -21,11 +21,20 @@ from relinear.system.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Describe one linear layer, operator or attached part; ``*_before`` is about the replaced or dense layer.
+    """Describe one linear layer, operator or attached part.
 
-    parameters: weights, including integers.
-    bytes: size in a checkpoint, including scales.
-    inactive_*: parameters and FLOPs that a token does not use, if tokens are routed.
+    Attributes:
+        name: in the model.
+        operator: its settings; for another module, its class.
+        in_features: size of the input; None for an attached part.
+        out_features: size of the output; None for an attached part.
+        parameters: number of weights, including integers.
+        flops_per_token: of the forward pass.
+        parameters_before: of the layer that was replaced, or of a dense layer.
+        flops_before: likewise.
+        bytes: size in a checkpoint, including scales.
+        inactive_parameters: those that a token does not use, if tokens are routed.
+        inactive_flops: likewise.
     """
 
     name: str
@@ -45,12 +54,17 @@ class Row:
 class Summary:
     """Hold a table of a model's linear layers; ``str`` shows equal layers in one line.
 
-    parameters: all weights of the model, including integers; tied weights count once.
-    flops_per_token: forward FLOPs of the rows, without attention scores, norms and activations.
-    coverage: which layers were replaced, and why others were not; printed below the table.
-    notes: warnings of ``replace_``; printed last.
-    bytes: size of the model in a checkpoint.
-    inactive_*: sums over the rows.
+    Attributes:
+        rows: one for every layer, operator and attached part.
+        parameters: all weights of the model, including integers; tied weights count once.
+        flops_per_token: forward FLOPs of the rows, without attention scores, norms and activations.
+        parameters_before: of the model before layers were replaced.
+        flops_before: likewise.
+        coverage: which layers were replaced, and why others were not; printed below the table.
+        notes: warnings of ``replace_``; printed last.
+        bytes: size of the model in a checkpoint.
+        inactive_parameters: sum over the rows.
+        inactive_flops: likewise.
     """
 
     rows: tuple[Row, ...]

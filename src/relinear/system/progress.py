@@ -10,14 +10,18 @@ from relinear.deprecated import RenamedAttribute
 class Progress:
     """Hold how far a task has come.
 
-    text: what is being done.
-    detail: the current part of it.
-    done, total: its steps, batches or characters; total is 0 if it is not known.
-    stage: the kind of work in one word, for programs.
-    loss, validation_loss: the last ones, in nats per token.
-    tokens_per_second: of the last logged steps.
-    run, runs: of a comparison, the finished training runs and all known ones.
-    seconds_left: until the whole task ends, if known.
+    Attributes:
+        text: what is being done.
+        done: its steps, batches or characters so far.
+        total: all of them; 0 if it is not known.
+        stage: the kind of work in one word, for programs.
+        detail: the current part of the work.
+        loss: the last one, in nats per token.
+        validation_loss: likewise.
+        tokens_per_second: of the last logged steps.
+        run: finished training runs of a comparison.
+        runs: all its known training runs.
+        seconds_left: until the whole task ends, if known.
     """
 
     text: str

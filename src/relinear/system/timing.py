@@ -13,9 +13,12 @@ import torch
 class Timing:
     """Hold the time of one contender over all rounds.
 
-    seconds: the median.
-    ratio: the median ratio to the baseline in the same round.
-    ratio_low, ratio_high: its quartiles.
+    Attributes:
+        seconds: the median.
+        ratio: the median ratio to the baseline in the same round.
+        ratio_low: its lower quartile.
+        ratio_high: its upper quartile.
+        rounds: how often it was timed.
     """
 
     seconds: float
