@@ -240,13 +240,6 @@ def no_network(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", refuse)
 
 
-def test_a_document_beyond_what_a_string_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr("relinear.data.sources._LARGEST_DOCUMENT", 10)
-    (tmp_path / "a.txt").write_text("more than ten bytes")
-    with pytest.raises(ValueError, match=r"a\.txt is one document of .* split it into several files"):
-        texts(tmp_path, "all")
-
-
 def test_what_datasets_says_is_not_printed(tmp_path, capfd):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text"\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl': JSON parse error"):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
@@ -143,8 +143,8 @@ class Config:
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
-        fields = dataclasses.fields(target)
-        texts = {f.name for f in fields if isinstance(f.default, str) and not _is_optional(target, f)}
+        fields, hints = dataclasses.fields(target), _hints(target)  # type: ignore[arg-type]
+        texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(hints.get(f.name))}
         values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
         decoded = {key: _decode(value) for key, value in values.items()}
         first_version = {f.name for f in fields} - target.legacy_defaults.keys()
@@ -211,10 +211,6 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value
-
-
-def _is_optional(config: type[Config], field: dataclasses.Field) -> bool:
-    return types.NoneType in typing.get_args(_hints(config).get(field.name))  # type: ignore[arg-type]
 
 
 @functools.cache

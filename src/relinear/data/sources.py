@@ -54,8 +54,6 @@ _NAMES = {
 #: name of a file or Hub split -> split here
 SPLIT_NAMES = {name: split for split, names in _NAMES.items() for name in names}
 _SPLIT_PATTERN = re.compile(rf"(?:.*[-._0-9])?({'|'.join(SPLIT_NAMES)})(?:[-._0-9].*)?")
-#: bytes that one string of arrow can have
-_LARGEST_DOCUMENT = 2**31 - 1
 #: rows of a stream from which the types of columns are inferred if the data set does not state them
 _ROWS_TO_INFER_TYPES = 1000
 # Tests are half of the library and add little to it. Codec tables and the like are near copies of each other, so a
@@ -77,17 +75,13 @@ class Source:
 
 
 def stdlib_source() -> Source:
-    """Return one document per file of Python's standard library, without its tests. Raises ValueError if absent."""
+    """Return one document per file of Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
         for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
         if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
     ]
-    if not files:
-        raise ValueError(
-            f"this Python has no library sources under {root}; set --data to a file, a folder or a Hub name"
-        )
 
     def documents() -> Iterator[str]:
         for path in files:
@@ -187,9 +181,6 @@ def _file_sources(
     """Return sources for files of one format by split; the files are read when the first document is requested."""
     builder, options = _BUILDERS.get(file_format, (file_format, {}))
     files = list(itertools.chain(*parts.values()))
-    for file in files if file_format == "text" else ():
-        if (size := file.stat().st_size) > _LARGEST_DOCUMENT:
-            raise ValueError(f"{file} is one document of {size / 1e9:.1f} GB (limit 2); split it into several files")
     key = [file_format, _file_keys(files)]
     files_by_split = {
         _datasets_name(split): [glob.escape(str(file.absolute())) for file in group] for split, group in parts.items()

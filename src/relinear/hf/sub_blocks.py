@@ -59,14 +59,13 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     children = dict(layer.named_children())
     norms = {name for name in children if "norm" in name or name.startswith("ln")}
     norm_pair = next((pair for pair in _NORM_PAIRS if norms >= {*pair}), None)
-    reason = _unsupported_reason(layer, norms, norm_pair, plain)
-    if reason is not None:
+    if not _adds_outputs(layer, norms, norm_pair, plain):
         needed = (
-            "this works on the pre-norm layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
+            "the pre-norm layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
             if plain
-            else "gates on sub-blocks' outputs need pre-norm or parallel layers; put Transponder on projections instead"
+            else "a pre-norm or parallel layer, as gates on sub-blocks need; put Transponder on projections instead"
         )
-        raise ValueError(f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) {reason}; {needed}")
+        raise ValueError(f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) is not {needed}")
     shared_norm = next(iter(norms)) if len(norms) == 1 else None
     attention_norm, mlp_norm = norm_pair or (shared_norm, shared_norm)
     return [
@@ -75,29 +74,22 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     ]
 
 
-def _unsupported_reason(layer: Any, norms: set[str], norm_pair: Any, plain: bool) -> str | None:
-    """Return why a layer does not add its sub-blocks' outputs unchanged to the stream; None if it does."""
+def _adds_outputs(layer: Any, norms: set[str], norm_pair: Any, plain: bool) -> bool:
+    """Return whether a layer adds its sub-blocks' outputs to the stream; with ``plain`` unchanged, one after the other.
+
+    ``norms`` are the names of its norms, ``norm_pair`` those that read the stream.
+    """
     children = dict(layer.named_children())
-    for child in children.values():
-        if "residual" in inspect.signature(child.forward).parameters:  # BLOOM's and MPT's
-            return f"lets {type(child).__name__} add the stream"
     parallel = getattr(layer, "use_parallel_residual", False)  # GPT-NeoX, StableLM
-    if "mlp" in children and children.keys() & {*ATTENTION_NAMES}:  # Phi, Cohere, GPT-J; the larger Falcons
+    if children.keys() & {*ATTENTION_NAMES}:  # Phi, Cohere, GPT-J; the larger Falcons
         parallel = parallel or len(norms) == 1 or norms == {"ln_attn", "ln_mlp"}
-    if parallel and plain:
-        return "runs attention and MLP in parallel"
     if "mlp" not in children or not (norm_pair or parallel):
-        if norms and not norms & {"input_layernorm", "ln_1", "norm_1"}:
-            return "normalises what its sub-blocks return"
-        return "is not an attention and an MLP with a norm before each"
-    if norm_pair and norms - {*norm_pair}:
-        return f"has further norms: {', '.join(sorted(norms - {*norm_pair}))} normalise what a sub-block returns"
-    if not plain:
-        return None
-    if any("attention" in name for name in children.keys() - norms - {*ATTENTION_NAMES}):
-        return "has a further attention"
-    if getattr(layer, "residual_multiplier", 1) != 1:
-        return f"multiplies what its sub-blocks return by {layer.residual_multiplier}"
-    if any(isinstance(child, nn.Dropout) and child.p > 0 for child in children.values()):
-        return "drops out what its sub-blocks return"
-    return None
+        return False
+    # BLOOM's and MPT's sub-blocks add the stream themselves; further norms normalise what a sub-block returns
+    adds_stream = any("residual" in inspect.signature(child.forward).parameters for child in children.values())
+    if adds_stream or (norm_pair and norms - {*norm_pair}):
+        return False
+    further_attention = any("attention" in name for name in children.keys() - norms - {*ATTENTION_NAMES})
+    drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in children.values())
+    scales = getattr(layer, "residual_multiplier", 1) != 1
+    return not (plain and (parallel or further_attention or drops or scales))

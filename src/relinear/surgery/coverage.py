@@ -102,7 +102,7 @@ def coverage(model: nn.Module, before: Mapping[str, int], skipped: Mapping[str, 
         skipped: why the selection left layers alone, by name; for other names, the reason is determined here.
     """
     head_ids = output_head_ids(model)
-    counted = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     layers = parameters = 0
     groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
     for name, module, reason in _linear_maps(model):
@@ -113,15 +113,13 @@ def coverage(model: nn.Module, before: Mapping[str, int], skipped: Mapping[str, 
             parameters += before.get(name, dense_size(module))
             continue
         matrices = [p for p in module.parameters(recurse=reason is None) if reason != _FUSED or p.ndim > 1]
-        uncounted = {id(p): p.numel() for p in matrices if id(p) not in counted}
-        counted |= set(uncounted)
-        if reason is None and matrices and not any(id(p) in uncounted for p in matrices if p.ndim > 1):
+        if reason is None and any(id(p) in embedded for p in matrices):
             reason = _TIED
         if reason is None:
             reason = OUTPUT_HEAD if id(module) in head_ids else skipped.get(name) or _weight_reader_reason(model, name)
         names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
         names.append(name)
-        counts.append(sum(uncounted.values()))
+        counts.append(sum(p.numel() for p in matrices if id(p) not in embedded))
     entries = (Unreplaced(*group, tuple(names), sum(counts)) for group, (names, counts) in groups.items())
     return Coverage(layers, parameters, tuple(sorted(entries, key=lambda entry: -entry.parameters)))
 
