@@ -512,7 +512,7 @@ def test_progress_is_told(rows, tmp_path):
         ({"a.txt": words(0)}, {"validation_fraction": 0.01}, r"validation split .* raise validation_fraction"),
         ({"a.txt": words(0, 400)}, {"max_validation_tokens": 3}, r"max_validation_tokens=3 is less than"),
         ({"a.html": "<p>"}, {}, r"no file can be read \(a\.html\); known: \.txt, "),
-        ({"validation.txt": "a", "test.txt": "b"}, {}, r"no training split, only validation, test"),
+        ({"validation.txt": "a", "test.txt": "b"}, {}, r"no 'train' split; it has validation, test"),
         ({"train.txt": "same text", "test.txt": "same text"}, {}, r"every training document .* in its test split"),
         ({"train.txt": "same text", "validation.txt": "same text"}, {}, r"train split .* has 0 tokens"),
     ],

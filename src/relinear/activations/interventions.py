@@ -197,24 +197,17 @@ def intervene(
     """
     check_model(model, "intervene")
     points = hook_points(model, outputs=True)
-    chosen = _by_full_name(model, points, interventions)
+    chosen = _by_full_name(points, interventions)
     return with_hooks({name: points[name] for name in chosen}, interventions=chosen, intervened_model=model)
 
 
 def _by_full_name(
-    model: nn.Module,
-    points: Mapping[str, HookPoint],
-    interventions: Mapping[str, Intervention | Sequence[Intervention]],
+    points: Mapping[str, HookPoint], interventions: Mapping[str, Intervention | Sequence[Intervention]]
 ) -> dict[str, list[Intervention]]:
     """Return the interventions by full names of hook points, after checking them against the points' sizes."""
     if not isinstance(interventions, Mapping):
         raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {quoted(interventions)}")
     inner = [name for name, point in points.items() if point.kind != OUTPUT]
-    if not inner and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in interventions):
-        raise ValueError(
-            f"{type(model).__name__} has no operator with a latent or with gates; replace some layers by "
-            "relinear.HDPL, relinear.CCL or relinear.Transponder, or name a layer's output, as in 'q_proj.output'"
-        )
     chosen: dict[str, list[Intervention]] = {}
     for pattern, value in interventions.items():
         names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]

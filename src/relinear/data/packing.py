@@ -120,12 +120,6 @@ def prepare_data(
         return _task_data(task, settings, on_progress)
     root = cache_folder(settings.cache_dir)
     corpus = open_corpus(settings)
-    missing = {"train", "validation"} - set(corpus.splits)
-    if missing:
-        raise ValueError(
-            f"{settings.data!r} has no training split, only {', '.join(corpus.splits)}; choose one of its files, or a "
-            "folder with a train file"
-        )
     tokenizer, tokenizer_key = _tokenizer(settings.tokenizer, corpus, root, on_progress)
     vocabulary = vocabulary_size(tokenizer)
     dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32

@@ -6,16 +6,8 @@ from typing import Any, Literal
 
 from relinear.contract.messages import did_you_mean, quoted
 
-#: model names from before the Hub required an owner
-_WITHOUT_OWNER = frozenset(
-    (
-        *("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "ctrl", "transfo-xl-wt103"),
-        *("bert-base-cased", "bert-base-uncased", "bert-large-cased", "bert-large-uncased", "distilbert-base-cased"),
-        *("distilbert-base-uncased", "distilroberta-base", "roberta-base", "roberta-large", "xlm-roberta-base"),
-        *("xlm-roberta-large", "albert-base-v2", "camembert-base", "xlnet-base-cased", "xlnet-large-cased"),
-        *("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"),
-    )
-)
+#: names of causal language models from before the Hub required an owner
+_WITHOUT_OWNER = frozenset({"distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt"})
 
 
 def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
