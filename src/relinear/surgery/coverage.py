@@ -80,10 +80,7 @@ class Coverage:
             f"replaced: {self.layers} layers, {self.share(self.parameters):.1%} of the linear parameters "
             "(embeddings left out)"
         ]
-        for entry in self.skipped:
-            count = len(entry.names)
-            names = entry.names[0] if count == 1 else f"{entry.names[0]} and {count - 1} more"
-            lines.append(f"skipped: {self.share(entry.parameters):.1%}, {names} ({entry.kind}): {entry.reason}")
+        lines += [f"skipped: {self.share(entry.parameters):.1%}, {entry.describe()}" for entry in self.skipped]
         return "\n".join(lines)
 
 

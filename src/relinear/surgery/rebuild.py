@@ -208,13 +208,11 @@ def check_loaded(model: Any, info: Mapping[str, Any]) -> None:
     """
     prefixes = [name + "." for name, _ in named_operators(model)]
     prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(PART_PREFIX)]
-    tables = {id(table.weight) for table in token_tables(model)}
-    of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
-    reported = {
-        "missing": info.get("missing_keys", ()),
-        "unknown": info.get("unexpected_keys", ()),
-        "of another shape": {key for key, *_ in info.get("mismatched_keys", ())} - of_tokens,
-    }
+    mismatched = {key for key, *_ in info["mismatched_keys"]}
+    if mismatched:
+        tables = {id(table.weight) for table in token_tables(model)}
+        mismatched -= {key for key, value in model.named_parameters() if id(value) in tables}
+    reported = {"missing": info["missing_keys"], "unknown": info["unexpected_keys"], "of another shape": mismatched}
     problems = {name: [key for key in keys if key.startswith(tuple(prefixes))] for name, keys in reported.items()}
     if any(problems.values()):
         parts = "; ".join(f"{problem} {some_names(keys)}" for problem, keys in problems.items() if keys)
