@@ -12,7 +12,7 @@ from relinear.contract.messages import quoted
 from relinear.data.chat import TerminatedText, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
-from relinear.hf.model_source import exists, is_cached, is_path
+from relinear.hf.model_source import exists
 from relinear.system.text import shorten
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -130,17 +130,11 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
 
 
 def _unavailable_reason(name: str) -> str:
-    """Return why ``name`` cannot be loaded, from a look at files and names alone; "" if it may load."""
+    """Return why ``name`` must not be loaded, even if transformers would; "" if it may."""
     path = Path(name).expanduser()
-    if exists(path):
-        saved = any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model"))
-        return "it is a file" if path.is_file() else "" if saved else "no tokenizer was saved there"
-    if name.startswith("bpe:"):
-        return "a newly trained one would have other tokens than those needed"
-    if is_path(name):
-        return "there is no such folder"
-    downloaded = is_cached(name) or is_cached(name, file="tokenizer_config.json")
-    return "" if downloaded or hub_in_reach() else "it was never downloaded, and the Hugging Face Hub cannot be reached"
+    if exists(path) and not any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model")):
+        return "no tokenizer was saved there"
+    return "a newly trained one would have other tokens than those needed" if name.startswith("bpe:") else ""
 
 
 def _tokenizer_error(name: str, reason: str) -> ValueError:

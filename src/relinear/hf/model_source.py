@@ -56,13 +56,13 @@ def exists(path: Path) -> bool:
         return False
 
 
-def is_cached(name: str, cache_dir: Any = None, file: str = "config.json") -> bool:
+def is_cached(name: str, cache_dir: Any = None) -> bool:
     """Return whether the cache of the Hub's client (``cache_dir``, or the default) has a model of this name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str)
+        return isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache_dir), str)
     except HFValidationError:
         return False
 
