@@ -1,8 +1,10 @@
 """Cache results in folders that no other user can write to; entries are named by their key and checked when opened."""
 
+import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from relinear.system.files import os_errors_named, read_json, write_json
+from relinear.system.lock import exclusive
 
 #: part of every key; raise it when the meaning of cached files changes
 FORMAT = 1
@@ -77,23 +80,18 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
         OSError: if the cache cannot be written, or if other users can write to it; the message says how to choose
             another one.
     """
-    from filelock import FileLock
-
-    try:
-        folder = check_all_private(root / kind / digest(key))
-        if (value := _read_entry(folder)) is not None:
-            return folder, value
-        private_folder(folder.parent)
-        lock = FileLock(folder.with_suffix(".lock"))
-        lock.acquire()
-    except OSError as error:
-        raise _unusable(root, error) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = check_all_private(root / kind / digest(key))
+            if (value := _read_entry(folder)) is not None:
+                return folder, value
+            private_folder(folder.parent)
+            stack.enter_context(exclusive(folder.with_suffix(".building"), math.inf))
+        except OSError as error:
+            raise _unusable(root, error) from error
         if (value := _read_entry(folder)) is None:
             with os_errors_named(folder):
                 value = _build_entry(folder, key, build)
-    finally:
-        lock.release()
     return folder, value
 
 
