@@ -93,11 +93,15 @@ class Config:
 
     pydantic checks values by the annotations of fields, in strict mode: ``int``, ``Literal``, ``Count``,
     ``tuple[float, ...]``, ``Annotated[float, pydantic.Field(gt=0, lt=1)]``, and any of these or None.
+
+    Attributes:
+        family: "operator", "attachment", "objective" or "task"; set by the base class of the family.
+        kind: name in the family.
+        legacy_defaults: settings that the first version lacked -> their values in configs that do not have them.
     """
 
     family: ClassVar[str]
     kind: ClassVar[str]
-    #: settings that the first version lacked -> their values in configs that do not have them
     legacy_defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __new__(cls, *args: Any, **values: Any) -> Self:

@@ -53,6 +53,12 @@ class NotLinearError(ValueError):
 class OperatorConfig(Config):
     """Hold the settings of an operator, independent of the layer's size: one config serves layers of many shapes.
 
+    Attributes:
+        module_class: the operator's class.
+        conditioned: whether it reads the context of a ``ContextManager`` or ``relinear.activations.context``.
+        fits_weight: whether ``fit_to_linear_`` can fit a given weight.
+        fit_hint: advice in the error if it cannot.
+
     Examples:
         >>> config = relinear.OperatorConfig.read("low_rank:rank=8")
         >>> config
@@ -63,11 +69,8 @@ class OperatorConfig(Config):
 
     family: ClassVar[str] = "operator"
     module_class: ClassVar[Callable[..., Operator]]
-    #: whether it reads the context of a ``ContextManager`` or ``relinear.activations.context``
     conditioned: ClassVar[bool] = False
-    #: whether ``fit_to_linear_`` can fit a given weight
     fits_weight: ClassVar[bool] = True
-    #: advice in the error if it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
     # earlier names, which work for one more version
     error_curve = RenamedAttribute("candidate_errors")
