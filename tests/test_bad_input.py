@@ -494,7 +494,8 @@ def test_interventions_are_refused_at_the_call(edits, words):
 
 def test_a_model_without_latents_is_refused_at_the_call():
     refused(lambda: relinear.activations.latents(make_tiny_llama()), "no operator with a latent")
-    refused(lambda: relinear.activations.intervene(make_tiny_llama(), {}), "no operator with a latent")
+    clamp = {"q_proj": relinear.activations.Clamp(-1, 1)}
+    refused(lambda: relinear.activations.intervene(make_tiny_llama(), clamp), "no latent, gate or layer output")
 
 
 @pytest.mark.parametrize("data", [None, 3], ids=brief)
