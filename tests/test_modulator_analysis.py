@@ -67,4 +67,4 @@ def test_numbers_and_figures_are_written(make, operator, tmp_path):
     figures = {path.stem for path in tmp_path.glob("*.png")}
     assert figures >= {"modulators_variance"}
     assert ("modulators_scalar" in figures) == (operator.get("contextual", True) and operator.get("scalar", True))
-    assert ("modulators_surface" in figures) == operator.get("channel", True)
+    assert ("modulators_channel" in figures) == operator.get("channel", True)

@@ -403,7 +403,7 @@ def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, capfd):
 
 def test_a_benchmark_that_has_ended_is_measured_again_and_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_measure_in_process", lambda *arguments, **how: {"rows": []})
-    monkeypatch.setattr("relinear.bench.report.draw_layers", lambda rows, stem: put(stem.with_suffix(".png"), "ours"))
+    monkeypatch.setattr(bench, "draw_layers", lambda values, stem: put(stem.with_suffix(".png"), "ours"))
     for number in range(3):
         bench.run_bench(bench.BenchSettings(), tmp_path)
         assert len(list(tmp_path.glob("bench.json.*"))) == len(list(tmp_path.glob("bench.png.*"))) == number

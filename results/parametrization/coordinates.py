@@ -16,7 +16,7 @@ from PIL import Image
 from widths import at_heads
 
 from relinear.data import prepare_data
-from relinear.pages.figures import Axis, Guide, Panel, Series, blend
+from relinear.pages.figures import Axis, Guide, Panel, Series
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
@@ -117,7 +117,9 @@ def write_plot(found: dict, out: Path) -> None:
         for kind in KINDS:
             values, shown = found["parametrizations"][name][kind], []
             for step in range(found["steps"] + 1):
-                shade = blend(EARLY, LATE, step / found["steps"])
+                share = step / found["steps"]
+                mixed = (round(a + share * (b - a)) for a, b in zip(EARLY, LATE, strict=True))
+                shade = "#" + bytes(mixed).hex()
                 heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
                 shown.append(Series(name=f"step {step}", color=shade, x=found["widths"], y=heights, size=5))
             factor = "beyond numbers" if values["spread"] is None else f"{values['spread']:.2f}"

@@ -33,14 +33,15 @@ def command(
 
     **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
     """
-    from relinear.analysis.analyses import HeldOutText, analysis, check_names
+    from relinear.analysis.analyses import HeldOutText, analysis
     from relinear.data import DataSettings
     from relinear.pages.blocks import Table
     from relinear_cli.report import write_report_of
     from relinear_cli.terminal import print_table
 
     names = options.parse_names(only)
-    check_names(names)
+    for name in names:
+        analysis(name)
     text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
     options.prepare_process(models=[model, *([control] if control else [])], texts=[text.data])
     results = analyze_saved(model, text, out, names, control, tokenizer, overwrite=overwrite)

@@ -89,7 +89,6 @@ def _bench_layers(settings: BenchSettings, running: dict[str, Any]) -> tuple[Sec
     """Return the page's section about single layers, and remarks for the terminal."""
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench
-    from relinear.pages.records import picture_of
 
     result = run_bench(settings, **running)
     failed = {
@@ -98,7 +97,7 @@ def _bench_layers(settings: BenchSettings, running: dict[str, Any]) -> tuple[Sec
         if row["error"]
     }
     remarks = [f"forward: {_INFERENCE}"] if "forward" in settings.passes else []
-    return layers_section(result, picture_of(running["out_dir"] / "bench")), [*sorted(failed), *remarks]
+    return layers_section(result), [*sorted(failed), *remarks]
 
 
 def _bench_models(chosen: dict[str, Any], operators: list[str], running: dict[str, Any]) -> tuple[Section, list[str]]:

@@ -183,7 +183,7 @@ def _section(run: Path) -> Section:
     from relinear.compression.report import report_section
     from relinear.deprecated import with_new_columns
     from relinear.distill.report import distill_section
-    from relinear.pages.records import picture_of, read_values
+    from relinear.pages.records import read_values
     from relinear.training.report import run_section
 
     sections = {RECORD: replicate_section, SCALE: scale_section, RESULTS: results_section}
@@ -196,7 +196,7 @@ def _section(run: Path) -> Section:
         values = read_values(run / "report.json")
         return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
     if (run / "bench.json").is_file():
-        return layers_section(with_new_columns(read_values(run / "bench.json")), picture_of(run / "bench"))
+        return layers_section(with_new_columns(read_values(run / "bench.json")))
     if (run / "metrics.jsonl").is_file() and (run / "run.json").is_file():
         return run_section(run)
     if analyses_blocks(run):

@@ -23,7 +23,9 @@ from relinear.data import DataSettings, iter_texts
 from relinear.data.tasks import MixtureTask, Samples, task_of
 from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row
+from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json
+from relinear.system.grouped import grouped
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 #: an analysis is the module of its name
@@ -37,13 +39,15 @@ ANALYSES = (
 class Subject:
     """Hold the model and the text to analyse.
 
-    model: in eval mode.
-    ids: (N, T) token ids of real text, or another input from a task's samples.
-    tokenizer: to name tokens; None names them by number.
-    control: a model to compare with, or None.
-    name, control_name: for legends.
-    data: the source of ``ids``.
-    folder: of the run that trained the model, if there is one.
+    Attributes:
+        model: in eval mode.
+        ids: (N, T) token ids of real text, or another input from a task's samples.
+        tokenizer: to name tokens; None names them by number.
+        control: a model to compare with, or None.
+        name: of the model, for legends.
+        control_name: of the control, for legends.
+        data: the source of ``ids``.
+        folder: of the run that trained the model, if there is one.
     """
 
     model: Any
@@ -60,7 +64,7 @@ class Subject:
         """Return the task's samples from which ``ids`` come, with their hidden values; None if ``ids`` are text."""
         if self.data is None or isinstance(task_of(self.data.data), MixtureTask | None):
             return None
-        return held_out_samples(self.data, len(self.ids))
+        return unseen_samples(self.data, len(self.ids))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -93,26 +97,21 @@ def high_percentile(table: Iterable[Iterable[float]]) -> float:
     return values[int(0.99 * (len(values) - 1))]
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is not an analysis."""
-    for name in names:
-        if name not in known_analyses():
-            raise ValueError(f"unknown analysis {name!r}; {did_you_mean(name, known_analyses())}")
-
-
-def applying(model: Any) -> list[str]:
-    """Return the names of the analyses that apply to ``model``."""
-    return [name for name in known_analyses() if analysis(name).applies(model)]
-
-
 def known_analyses() -> list[str]:
     """Return the names of all analyses: relinear's and those of other packages."""
     return [*ANALYSES, *(name for name in plugins.entry_points("analysis") if name not in ANALYSES)]
 
 
 def analysis(name: str) -> Any:
-    """Return the module of an analysis."""
+    """Return the module of an analysis. Raises ValueError if there is none."""
+    if name not in known_analyses():
+        raise ValueError(f"unknown analysis {name!r}; {did_you_mean(name, known_analyses())}")
     return import_module(f"relinear.analysis.{name}") if name in ANALYSES else plugins.load("analysis", name)
+
+
+def applying(model: Any) -> list[str]:
+    """Return the names of the analyses that apply to ``model``."""
+    return [name for name in known_analyses() if analysis(name).applies(model)]
 
 
 def analyze(
@@ -130,26 +129,23 @@ def analyze(
         name -> numbers.
 
     Raises:
-        ValueError: for an unknown name or one that does not apply to the model, or if none applies.
+        ValueError: for a name that does not apply to the model, or if none applies.
     """
-    from relinear.pages.matplotlib_figures import save_panels
-
-    check_names(only)
     possible = applying(subject.model)
     if not possible or set(only) - set(possible):
         raise ValueError(f"{', '.join(only) or 'no analysis'}: to this model apply {', '.join(possible) or 'none'}")
-    chosen = {name: analysis(name) for name in only or possible}
+    chosen = only or possible
     results = {}
-    for number, (name, module) in enumerate(chosen.items()):
+    for number, name in enumerate(chosen):
         on_progress(Progress(name, number, len(chosen), "analyze"))
-        results[name] = numbers = module.run(subject)
+        results[name] = numbers = analysis(name).run(subject)
         on_file(f"{name}.json")
         write_json(out / f"{name}.json", numbers)
-        charts = [block for block in module.blocks(numbers) if isinstance(block, Chart) and block.panel]
-        for stem in dict.fromkeys(chart.stem for chart in charts):
+        charts = [block for block in analysis(name).blocks(numbers) if isinstance(block, Chart)]
+        for stem, panels in grouped((chart.stem, chart.panel) for chart in charts).items():
             on_file(f"{stem}.png")
             on_file(f"{stem}.svg")
-            save_panels([chart.panel for chart in charts if chart.stem == stem and chart.panel], out / stem)
+            save_panels(panels, out / stem)
     return results
 
 
@@ -161,10 +157,13 @@ DOCUMENTS = 8  # the fewest documents that sequences come from, if there are as 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutText:
-    """Say how much of the validation text of ``data`` to read.
+    """Say how much of the validation text to read.
 
-    sequences, length: N and T.
-    fewer: accept less if the text or the model's context is too short for them.
+    Attributes:
+        data: the source of the text.
+        sequences: N.
+        length: T, the tokens in each.
+        fewer: whether less will do if the text or the model's context is too short.
     """
 
     data: DataSettings
@@ -173,7 +172,7 @@ class HeldOutText:
     fewer: bool = False
 
 
-def held_out_samples(data: DataSettings, count: int) -> Samples:
+def unseen_samples(data: DataSettings, count: int) -> Samples:
     """Return samples of a task that no run is trained or evaluated on."""
     return Samples(task_of(data.data), count, data.seed, "test")
 
@@ -195,7 +194,7 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
         parts = [tokens_of(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in sources]
         return torch.stack([part[: min(map(len, parts))] for part in parts], 1).flatten(0, 1)
     if task is not None:
-        return next(iter(held_out_samples(text.data, sequences).batch(range(sequences)).values()))
+        return next(iter(unseen_samples(text.data, sequences).batch(range(sequences)).values()))
     groups: list[list[list[int]]] = []
     rest: list[int] = []
     before = text_start(tokenizer)

@@ -3,7 +3,7 @@
 # Legend: B samples, T tokens, E width of y, K tasks of a sample
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ KINDS = {
     "another": "y frozen, of another sample, examples removed",
 }
 #: where a probe reads y: at a random position of the second half (Section 4.2), its mean there (Figure 3b), at the end
-PLACES: tuple[Literal["anywhere", "average", "last"], ...] = ("anywhere", "average", "last")
+PROBES = ("anywhere", "average", "last")
 
 
 def _accuracy(logits: Tensor, ids: Tensor, answers: Tensor, examples: int) -> Tensor:
@@ -80,12 +80,9 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
 def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> float:
     """Return the share of answers that the best guess from only the query's two numbers predicts.
 
-    The best guess is the answer that most coefficients give. Whole coefficients are all tried. For real coefficients
-    the guess is made from ``draws`` of them, and its share is counted on as many others.
-
-    Args:
-        samples: the queries are the examples of the first ``count`` of them.
-        count, draws: see above.
+    The queries are the examples of the first ``count`` samples. The best guess is the answer that most coefficients
+    give. Whole coefficients are all tried. For real coefficients the guess is made from ``draws`` of them, and its
+    share is counted on as many others.
     """
     task: ArithmeticTask = samples.task
     if task.integers:
@@ -102,22 +99,21 @@ def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> 
     return correct / len(queries)
 
 
-def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penalty: float = 1e-3) -> dict[str, Any]:
+def linear_probe(features: Tensor, targets: Tensor, penalty: float = 1e-3) -> dict[str, Any]:
     """Return a least-squares fit from y to the task's coefficients (CGT, Section 4.2, "y as task representation").
 
     Args:
         features: (samples, E).
         targets: (samples, coefficients); coefficients that never change are left out.
-        held_out: share of the samples, the last ones, that the error is measured on.
         penalty: of the squared weights, relative to the features' variance: it keeps the fit defined.
 
     Returns:
-        error: mean squared error on held-out samples, the coefficients scaled to unit variance (so 1 is chance); r2 of
-        each coefficient; predicted, truth: (samples, coefficients), scaled.
+        error: mean squared error on the second half of the samples, to which nothing is fitted, the coefficients scaled
+        to unit variance (so 1 is chance); r2 of each coefficient; predicted, truth: (samples, coefficients), scaled.
     """
     x, t = features.double(), targets.double()
     t = t[:, t.std(0) > 0]
-    split = int(len(x) * (1 - held_out))
+    split = len(x) // 2
     if split < 2 or not t.shape[1]:
         raise ValueError(f"a probe needs samples to fit and coefficients that vary, got {tuple(targets.shape)} targets")
     x = (x - x[:split].mean(0)) / x[:split].std(0).clamp_min(1e-9)
@@ -129,16 +125,16 @@ def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penal
     return {"error": float(errors.mean()), "r2": r2, "predicted": predicted.tolist(), "truth": t[split:].tolist()}
 
 
-def probe_features(y: Tensor, task: ArithmeticTask, places: str = "anywhere") -> Tensor:
+def probe_features(y: Tensor, task: ArithmeticTask, probe: str = "anywhere") -> Tensor:
     """Return the input of the coefficients' probe for each task of each sample: y (B, T, E) -> (B, K, E).
 
-    ``places`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
+    ``probe`` is one of ``PROBES``: y at one position of the second half of the examples, drawn for each sample and
     task; its mean over that half; or y at the end of the task.
     """
     late = y.view(len(y), task.tasks, task.task_length, -1)[:, :, task.half_length :]
-    if places == "average":
+    if probe == "average":
         return late.mean(2)
-    if places == "last":
+    if probe == "last":
         return late[:, :, -1]
     chosen = torch.randint(late.shape[2], (*late.shape[:2], 1, 1), generator=torch.Generator().manual_seed(0))
     return late.take_along_dim(chosen.to(y.device), 2).squeeze(2)
@@ -176,14 +172,14 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
         # hooks, as the last of hidden_states comes after the final normalisation
         with forward_hooks_on(blocks.items(), lambda name, module, args, output: states.append(_hidden(output))):
             model(input_ids=shown)
-        for place, state in zip(blocks.items(), states, strict=True):
+        for block, state in zip(blocks.items(), states, strict=True):
 
             def transplant(name: str, module: Any, args: Any, output: Any, vector: Tensor = state[:, source]) -> Any:
                 hidden = _hidden(output).clone()
                 hidden[:, target] = vector
                 return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-            with forward_hooks_on([place], transplant):
+            with forward_hooks_on([block], transplant):
                 accuracies.append(float(_accuracy(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
     return accuracies
 
@@ -216,7 +212,7 @@ def run(subject: Subject) -> dict[str, Any]:
         ranges = [(start, start + task.half_length, start + task.task_length) for start in starts]
         variation = [context_variation(y, slice(a, b), slice(b, c)) for a, b, c in ranges]
         hidden = torch.from_numpy(np.concatenate([samples.draw(i)["coefficients"] for i in range(len(ids))]))
-        probes = {place: linear_probe(probe_features(y, task, place).flatten(0, 1), hidden) for place in PLACES}
+        probes = {probe: linear_probe(probe_features(y, task, probe).flatten(0, 1), hidden) for probe in PROBES}
         numbers |= {"variation": float(np.mean(variation)), "probe": probes}
     elif hasattr(model, "transformer"):
         numbers["task_vectors"] = {token: task_vector_accuracy(model, task, ids, token) for token in "=|"}
@@ -236,10 +232,9 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     page_blocks.append(Table(["examples", "answers right", "symbols right"], rows))
     if "probe" not in numbers:
         return page_blocks
-    rows = [Row([f"probe of y, {place}", Cell.of(value["error"])]) for place, value in numbers["probe"].items()]
-    page_blocks.append(
-        Table(["measure", "value"], [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])]), *rows])
-    )
+    rows = [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])])]
+    rows += [Row([f"probe of y, {probe}", Cell.of(value["error"])]) for probe, value in numbers["probe"].items()]
+    page_blocks.append(Table(["measure", "value"], rows))
     read = numbers["probe"]["average"]
     names = ("a", "b") if len(read["r2"]) == 2 else ("coefficient",)
     for name, truth, predicted in zip(names, zip(*read["truth"]), zip(*read["predicted"])):

@@ -125,9 +125,9 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         ("neighbours_untrained", "the same without training"),
     ):
         rows += [Row([label, Cell.of(numbers[key], ".1%")])] if key in numbers else []
-    places = [str(number * numbers["step"]) for number in range(len(numbers["products"]))]
+    positions = [str(number * numbers["step"]) for number in range(len(numbers["products"]))]
     table = [[round(value, 4) for value in row] for row in numbers["products"]]
-    heat = Heat(values=table, x=places, y=places, bounds=(-1, 1), what="dot product", diverging=True)
+    heat = Heat(values=table, x=positions, y=positions, bounds=(-1, 1), what="dot product", diverging=True)
     power = numbers["spectrum"][1:]
     wave = Series(name="y", color=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
     trace = []

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
 from relinear.contract.module_state import eval_mode
 from relinear.data.tasks import SYMBOLS
+from relinear.evaluate.losses import token_losses
 from relinear.models.cgt import CGTForCausalLM
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
@@ -23,7 +23,7 @@ HOW_TO_READ = (
     "constant needs no text."
 )
 #: tokens of the second half: those of the paper's Figure 6a, and on to where the text itself gives its subject away
-PLACES = {"1 to 4": slice(0, 4), "5 to 16": slice(4, 16), "17 to 48": slice(16, 48), "after 48": slice(48, None)}
+POSITIONS = {"1 to 4": slice(0, 4), "5 to 16": slice(4, 16), "17 to 48": slice(16, 48), "after 48": slice(48, None)}
 #: rate of the moving average (Figure 14)
 RATE = 1 / 300
 DYNAMIC, FROZEN, AVERAGE, CONSTANT = "computed", "frozen", "moving average", "learned constant"
@@ -39,8 +39,7 @@ def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float =
         for start in range(0, len(ids), batch):
             part = ids[start : start + batch]
             y = {} if context is None else {"frozen_context": context[start : start + batch], "context_rate": rate}
-            logits = model(part, use_cache=False, **y).logits
-            parts.append(F.cross_entropy(logits[:, :-1].mT.float(), part[:, 1:], reduction="none"))
+            parts.append(token_losses(model(part, use_cache=False, **y).logits, part))
     return torch.cat(parts)
 
 
@@ -58,20 +57,21 @@ def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, r
 
 
 @torch.no_grad()
-def token_shifts(model: Any, ids: Tensor, own: Tensor, other: Tensor, top: int = 12) -> list[tuple[int, float]]:
+def token_shifts(model: Any, ids: Tensor, contexts: Tensor, other: Tensor, top: int = 12) -> list[tuple[int, float]]:
     """Return the tokens whose logits rise most with y from another text (CGT, Appendix D.3, "Token probabilities").
 
     Args:
         model: a ``CGTForCausalLM``.
         ids: (N, H), the texts that are read.
-        own: (N, E), their own y. other: (E,), the other one.
+        contexts: (N, E), their y.
+        other: (E,), the other text's y.
         top: how many tokens.
 
     Returns:
         (token id, mean rise of its logit relative to the mean over the vocabulary), the largest first.
     """
     with eval_mode(model):
-        logits = [model(ids, frozen_context=y, use_cache=False).logits for y in (own, other.expand(len(ids), -1))]
+        logits = [model(ids, frozen_context=y, use_cache=False).logits for y in (contexts, other.expand(len(ids), -1))]
     rise = (logits[1] - logits[0]).mean((0, 1))
     best = (rise - rise.mean()).topk(min(top, len(rise)))
     return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
@@ -95,15 +95,15 @@ def run(subject: Subject) -> dict[str, Any]:
     first, rest = ids[:, : ids.shape[1] // 2], ids[:, ids.shape[1] // 2 :]
     y = torch.cat([model.context(part)[:, -1] for part in first.split(32)])
     constant = learned_constant(model, rest[:fit], y[:fit].mean(0))
-    own, rest = y[fit:], rest[fit:]
+    contexts, rest = y[fit:], rest[fit:]
     if len(names) > 1:
         # far apart, in case a source is one document; odd, as documents come in turn
         distance = len(rest) // len(names) // 2 | 1
-        other_texts = {SAME: own.roll(-distance * len(names), 0), OTHER: own.roll(-1, 0)}
+        other_texts = {SAME: contexts.roll(-distance * len(names), 0), OTHER: contexts.roll(-1, 0)}
     else:
-        other_texts = {ANOTHER: own.roll(-1, 0)}
-    frozen = {FROZEN: own, **other_texts, CONSTANT: constant.expand_as(own)}
-    results = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, own, RATE)}
+        other_texts = {ANOTHER: contexts.roll(-1, 0)}
+    frozen = {FROZEN: contexts, **other_texts, CONSTANT: constant.expand_as(contexts)}
+    results = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, contexts, RATE)}
     results |= {kind: losses(model, rest, context) for kind, context in frozen.items()}
     if subject.control is not None:  # Figure 13a
         results[f"none: {subject.control_name}"] = losses(subject.control, rest)
@@ -111,7 +111,7 @@ def run(subject: Subject) -> dict[str, Any]:
         "texts": len(rest),
         "losses": {kind: values.mean(0).tolist() for kind, values in results.items()},
         "less_computed": {
-            kind: {place: _mean((values - results[DYNAMIC])[:, where]) for place, where in PLACES.items()}
+            kind: {name: _mean((values - results[DYNAMIC])[:, part]) for name, part in POSITIONS.items()}
             for kind, values in results.items()
             if kind != DYNAMIC
         },
@@ -119,7 +119,7 @@ def run(subject: Subject) -> dict[str, Any]:
     }
     for number, name in enumerate(names if len(names) > 1 else ()):
         foreign = [index for index in range(len(rest)) if index % len(names) != number][:16]
-        shifts = token_shifts(model, rest[foreign], own[foreign], own[number :: len(names)].mean(0))
+        shifts = token_shifts(model, rest[foreign], contexts[foreign], contexts[number :: len(names)].mean(0))
         numbers["shifts"][name] = [[subject.token_text(token), round(rise, 4)] for token, rise in shifts]
     return numbers
 
@@ -135,20 +135,20 @@ def _mean(values: Tensor) -> list[float] | None:
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the page's blocks for ``numbers``: a row for each y, losses by position, the tokens of each source."""
     rows = [
-        Row([kind, *(Cell("–") if v is None else Cell(f"{v[0]:+.4f}", v[0], f"± {v[1]:.4f}") for v in places.values())])
-        for kind, places in numbers["less_computed"].items()
+        Row([kind, *(Cell("–") if v is None else Cell(f"{v[0]:+.4f}", v[0], f"± {v[1]:.4f}") for v in means.values())])
+        for kind, means in numbers["less_computed"].items()
     ]
     base, width = numbers["losses"][DYNAMIC], 8
     series = []
     for number, (kind, values) in enumerate((k, v) for k, v in numbers["losses"].items() if k != DYNAMIC):
         gaps = [value - reference for value, reference in zip(values, base, strict=True)]
         means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
-        places = [i + width / 2 for i in range(len(means))]
-        series.append(Series(name=kind, color=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
+        middles = [i + width / 2 for i in range(len(means))]
+        series.append(Series(name=kind, color=PALETTE[number % len(PALETTE)], x=middles, y=means, mode="plain"))
     y_axis = Axis(title="gap to computed y (nats per token)")
     panel = Panel(series, Axis(title="position in the second half"), y_axis, [Guide(y=0)])
     page_blocks: list[Block] = [
-        Table(["y", *(f"{place}, nats" for place in PLACES)], rows),
+        Table(["y", *(f"{name}, nats" for name in POSITIONS)], rows),
         Chart(f"Running means over {width} positions, {numbers['texts']} texts.", panel, stem="cgt_specialized"),
     ]
     for name, shifts in numbers["shifts"].items():

@@ -65,10 +65,11 @@ def variance_split(gate: Tensor) -> dict[str, float]:
 class GateRecord:
     """Hold statistics of a model's gates on some tokens.
 
-    statistics: name of the modulated layer -> its decoder layer, its module's name, mean, least and largest value and
-        ``variance_split`` of each of its gates, and their alphas.
-    scalar: name -> (T,) values of the scalar gate, for layers that have one.
-    channel: name -> (T, O) values of the channel gate, for the last module of a layer that has one.
+    Attributes:
+        statistics: name of the modulated layer -> its decoder layer, its module's name, its alphas and its gates, each
+            with mean, least and largest value and ``variance_split``.
+        scalar: name -> (T,) values of the scalar gate, for layers that have one.
+        channel: name -> (T, O) values of the channel gate, for the last module of a layer that has one.
     """
 
     statistics: dict[str, dict[str, Any]]
@@ -132,7 +133,7 @@ def run(subject: Subject) -> dict[str, Any]:
     }
 
 
-TOKENS = 48  # tokens shown in surfaces and maps
+TOKENS = 48  # tokens shown in maps
 LINES = 12  # tokens with a line of their own in the figure of scalar gates
 CHANNELS, MAPS = 96, 3  # channels and layers whose gates are written to the file
 #: kind of gate -> the statistics that are plotted, with titles (a scalar gate varies only with the token)
@@ -163,21 +164,10 @@ def _spaced(count: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 
-_CHANNELS = (
-    "a row per token, a column per channel. Stripes down are the same channel at every token, which a constant gain "
-    "would do as well; stripes across are tokens that open or shut a whole layer."
-)
-_SURFACES = "the same as surfaces, as in the paper's Figure 3: flat is a gate that leaves its layer alone."
-
-
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the blocks of a page: gates by depth and token, how far they vary, and a row per layer and gate."""
-    page_blocks: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
-    page_blocks += [_channels(numbers, name) for name in numbers.get("channel", {})]
-    if not numbers.get("channel"):  # a directory of an older version has only pictures
-        page_blocks.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
-    page_blocks.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
-    return [*page_blocks, _table(numbers["modules"])]
+    maps = [_channels(numbers, name) for name in numbers.get("channel", {})]  # older versions wrote no values
+    return [*_scalars(numbers), *_variances(numbers["modules"]), *maps, _table(numbers["modules"])]
 
 
 def _table(modules: Mapping[str, Any]) -> Table:
@@ -237,8 +227,12 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     spread = gates_of_module["spread"]
     words = numbered(numbers["tokens"][: len(gates_of_module["values"])])
     channels = [f"channel {channel}" for channel in gates_of_module["channels"]]
-    style: dict[str, Any] = {"what": "gate", "diverging": True, "surface": "modulators_surface"}
-    heat = Heat(values=gates_of_module["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **style)
-    text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS}"
+    scale: dict[str, Any] = {"bounds": (1 - spread, 1 + spread), "what": "gate", "diverging": True}
+    heat = Heat(values=gates_of_module["values"], x=channels, y=words, **scale)
+    text = (
+        f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: a row per token, a column "
+        "per channel. Stripes down are the same channel at every token, which a constant gain would do as well; stripes "
+        "across are tokens that open or shut a whole layer."
+    )
     panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
     return Chart(text, panel, height=520, stem="modulators_channel")

@@ -1,12 +1,11 @@
 """Build a page's blocks from the analyses in a directory, each with a sentence on how to read it."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from relinear.analysis.analyses import analysis, known_analyses
-from relinear.pages.blocks import Block, Chart, Listing, Section, Text
-from relinear.pages.records import about, picture_of, read_values, what_ran
+from relinear.pages.blocks import Block, Listing, Section, Text
+from relinear.pages.records import about, read_values, what_ran
 
 #: the record of ``relinear analyze``: its settings and the machine
 RECORD = "analyze.json"
@@ -54,21 +53,8 @@ def _analysis(folder: Path, name: str, relative_folder: str) -> Sequence[Block]:
     suffix = "" if relative_folder in (".", "analysis") else f", {relative_folder}"
     path = folder / f"{name}.json"
     blocks: list[Block] = [Text(f"Analysis: {title}{suffix}", heading=True), Text(module.HOW_TO_READ)]
-    blocks += _with_pictures(module.blocks(read_values(path)), folder)
+    blocks += module.blocks(read_values(path))
     text = path.read_text(encoding="utf-8")
     if len(text) <= _LARGEST_LISTING:
         blocks.append(Listing(f"{title}: numbers", text))
     return blocks
-
-
-def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
-    """Return the ``blocks`` with content; the picture of a stem is added to the first of its charts."""
-    page_blocks: list[Block] = []
-    stems: set[str] = set()
-    for block in blocks:
-        if isinstance(block, Chart) and block.stem not in stems:
-            stems.add(block.stem)
-            block = dataclasses.replace(block, image=picture_of(folder / block.stem))
-        if not isinstance(block, Chart) or block.panel is not None or block.image is not None:
-            page_blocks.append(block)
-    return page_blocks

@@ -90,8 +90,10 @@ def bench_models(
     Args:
         settings: preset, sequence length and rounds.
         variants: name -> mapping for ``replace_``.
-        phase: one of the settings' passes. batch_size: sequences at once.
-        dtype, compiled: one of the settings' dtypes and modes.
+        phase: one of the settings' passes.
+        batch_size: sequences at once.
+        dtype: see the settings.
+        compiled: whether the mode is "compiled".
         new_tokens: tokens to generate for "decode".
         overrides: fields of the preset's config to change.
         on_round: called between rounds with how many are done.
@@ -191,17 +193,16 @@ def _all_rows(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     cases = [
-        (phase, batch)
-        for phase in settings.passes
+        (dtype, mode, phase, batch)
+        for dtype, mode, phase in itertools.product(settings.dtypes, settings.modes, settings.passes)
         for batch in ((settings.batch_size,) if phase == "step" else settings.inference_batches)
+        if mode != "compiled" or phase != "prefill"
     ]
-    combinations = itertools.product(settings.dtypes, settings.modes, cases)
-    timed = [case for case in combinations if case[1] != "compiled" or case[2][0] != "prefill"]
     with on_threads(settings.threads):
-        for number, (dtype, mode, (phase, batch)) in enumerate(timed):
+        for number, (dtype, mode, phase, batch) in enumerate(cases):
 
             def report(done: int, case: str = f"{dtype}, {mode}, {phase} of {batch}", earlier: int = number) -> None:
-                step, steps = earlier * settings.rounds + done, len(timed) * settings.rounds
+                step, steps = earlier * settings.rounds + done, len(cases) * settings.rounds
                 on_progress(Progress(f"timing {settings.preset}", step, steps, detail=case))
 
             report(0)

@@ -4,7 +4,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from relinear.activations.shared_context import context
 from relinear.contract.inference import caching_for_inference, for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
-from relinear.system.timing import Timing, interleave
+from relinear.system.timing import interleave
 
 DENSE = "dense"
 Pass = Literal["forward", "step"]
@@ -26,9 +25,14 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 @dataclasses.dataclass(frozen=True)
 class TimedCase:
-    """Hold what is timed: shape, tokens, dtype, mode and pass; all contenders run the same case.
+    """Hold what is timed; all contenders run the same case.
 
-    Args:
+    Attributes:
+        in_features: of the layer.
+        out_features: of the layer.
+        tokens: of the input.
+        dtype: of weights and input.
+        mode: "eager" or "compiled".
         phase: "forward" (inference after ``relinear.for_inference_``) or "step" (with backward).
     """
 
@@ -109,27 +113,26 @@ def bench_case(
     torch._dynamo.reset()
     modules: dict[str, nn.Module] = {}
     failed = []
-    builders: dict[str, Callable[[int, int], nn.Module]] = {DENSE: functools.partial(nn.Linear, bias=False)}
-    builders |= {name: functools.partial(config.build, bias=False) for name, config in operators}
+    builders: dict[str, Callable[..., nn.Module]] = {DENSE: nn.Linear}
+    builders |= {name: config.build for name, config in operators}
     for name, build in builders.items():
         torch.manual_seed(0)
         try:
-            module = build(case.in_features, case.out_features).to(case.dtype)
+            module = build(case.in_features, case.out_features, bias=False).to(case.dtype)
             if not (error := _relative_error(module, case)) <= TOLERANCES[case.dtype]:
                 raise ValueError(f"relative error {error:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")
         except ValueError as problem:
-            failed.append(_row(name, case, None, str(problem)))
+            failed.append(_row(name, case, {}, str(problem)))
             continue
         modules[name] = module
     torch.manual_seed(2)
     calls = {name: _call(module, case) for name, module in modules.items()}
     with _with_context(_context_values(modules.values(), case.tokens), case.dtype):
         timings = interleave(calls, DENSE, rounds=rounds)
-    return [_row(name, case, timing) for name, timing in timings.items()] + failed
+    return [_row(name, case, dataclasses.asdict(timing)) for name, timing in timings.items()] + failed
 
 
-def _row(contender: str, case: TimedCase, timing: Timing | None, error: str | None = None) -> dict[str, Any]:
+def _row(contender: str, case: TimedCase, timing: dict[str, Any], error: str | None = None) -> dict[str, Any]:
     """Return the row of one contender in one case; one that failed the correctness check has ``error`` and no times."""
     row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
-    row |= {} if timing is None else dataclasses.asdict(timing)
-    return row | {"contender": contender, "error": error}
+    return row | timing | {"contender": contender, "error": error}

@@ -13,18 +13,17 @@ from relinear.pages.records import about, as_yaml, what_ran
 from relinear.system.grouped import grouped
 
 
-def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
-    """Return the page's section about bench.json; ``image`` is its plot, as a data URI."""
+def layers_section(values: Mapping[str, Any]) -> Section:
+    """Return the page's section about bench.json."""
     rows = [row for row in values["rows"] if row["contender"] != DENSE]
-    palette = _palette(rows)
-    figures = _charts_by_tokens(rows, palette, image)
+    palette = colors(list(dict.fromkeys(row["contender"] for row in rows)))
+    figures = _charts_by_tokens(rows, palette)
+    remark = "Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster."
     blocks: list[Block] = [
         Text(_summary_sentence(rows), lead=True),
         *figures[:1],
         _table(rows),
-        Text(
-            "Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster.", soft=True
-        ),
+        Text(remark, soft=True),
         *figures[1:],
         *_settings_blocks(values),
     ]
@@ -66,44 +65,32 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table(head, table_rows, (0, 1, 2, 3, 4))
 
 
-def _charts_by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], image: str | None) -> list[Chart]:
-    """Return a figure for every number of tokens: a row per layer, a dot per shape, dtype, mode and pass."""
+def _charts_by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> list[Chart]:
+    """Return a figure for every number of tokens: a line per layer, a dot per shape, dtype, mode and pass."""
     charts: list[Chart] = []
-    timed = [row for row in rows if row.get("ratio")]
-    for tokens in sorted({row["tokens"] for row in timed}, reverse=True):
+    by_tokens = grouped((row["tokens"], row) for row in rows if row.get("ratio"))
+    for tokens in sorted(by_tokens, reverse=True):
+        dots = []
+        for row in sorted(by_tokens[tokens], key=lambda row: list(palette).index(row["contender"])):
+            case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {row['phase']}"
+            name, hollow = row["contender"], row["phase"] != "forward"
+            dots.append(_dot(name, palette, row["ratio"], name, case, size=9, hollow=hollow))
         many = f"{tokens:,} token{'s' * (tokens > 1)}"
-        panel = _panel([row for row in timed if row["tokens"] == tokens], palette, many)
+        bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})
+        panel = Panel(dots, bottom, Axis(rows=True), [Guide(x=1)], many)
         text = f"{many}, every shape and dtype; filled: forward, open: with backward. Left of 1 is faster."
-        charts.append(Chart(text, panel, None if charts else image, 140 + 34 * len(palette)))
+        charts.append(Chart(text, panel, 140 + 34 * len(palette)))
     return charts
 
 
-def _palette(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return colors(list(dict.fromkeys(row["contender"] for row in rows)))
+def _dot(name: str, palette: Mapping[str, str], x: float, y: str, case: str, **look: Any) -> Series:
+    texts = [f"{name}: {x:.3f} ({case})"]
+    return Series(name=name, color=palette[name], x=[x], y=[y], texts=texts, mode="points", legend=False, **look)
 
 
-def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str) -> Panel:
-    """Return a plot of times relative to dense: a line per layer, a dot per row of the record."""
-    dots = []
-    for name in palette:
-        for row in (row for row in rows if row["contender"] == name):
-            case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {row['phase']}"
-            dots.append(_dot(name, palette, row["ratio"], name, case, 9, row["phase"] != "forward"))
-    bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})
-    return Panel(dots, bottom, Axis(rows=True), [Guide(x=1)], title)
-
-
-def _dot(
-    name: str, palette: Mapping[str, str], x: float, y: str, case: str, size: float = 7, hollow: bool = False
-) -> Series:
-    look: dict[str, Any] = {"mode": "points", "size": size, "hollow": hollow, "legend": False}
-    return Series(name=name, color=palette[name], x=[x], y=[y], texts=[f"{name}: {x:.3f} ({case})"], **look)
-
-
-def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
-    """Draw the page's figures for the rows of bench.json as STEM.png and STEM.svg."""
-    compared = [row for row in rows if row["contender"] != DENSE]
-    panels = [chart.panel for chart in _charts_by_tokens(compared, _palette(compared), None) if chart.panel]
+def draw_layers(values: Mapping[str, Any], stem: str | Path) -> None:
+    """Draw the page's figures about bench.json as STEM.png and STEM.svg."""
+    panels = [block.panel for block in layers_section(values).blocks if isinstance(block, Chart)]
     if panels:
         save_panels(panels, stem, "time relative to dense nn.Linear (filled: forward, open: with backward)")
 
@@ -137,7 +124,7 @@ def models_section(values: Mapping[str, Any]) -> Section:
     )
     blocks: list[Block] = [
         Text(f"{'; '.join(texts) or 'Only the stock model was timed'}.", lead=True),
-        Chart("Speed relative to the stock model, one dot per variant: right of 1 is faster.", panel, None, height),
+        Chart("Speed relative to the stock model, one dot per variant: right of 1 is faster.", panel, height),
         Table(head, rows, (0, 1, 2, 3)),
         *_settings_blocks(values),
     ]

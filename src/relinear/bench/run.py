@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from relinear.bench.operators import Mode, Pass, TimedCase, bench_case
+from relinear.bench.report import draw_layers
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
@@ -89,8 +90,8 @@ class BenchSettings(Settings):
         return [(text, OperatorConfig.read(text)) for text in self.operators]
 
 
-def _measure(settings: BenchSettings) -> dict[str, Any]:
-    """Measure all of ``settings`` in this process."""
+def _measure(settings: BenchSettings) -> list[dict[str, Any]]:
+    """Measure all of ``settings`` in this process; return the rows."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     # At the default limit of 8, a module compiled for a ninth shape runs uncompiled, and only the log says so.
@@ -99,17 +100,15 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     # would depend on the order of the cases.
     if compiler():
         library()
-    dtypes = [DTYPES[name] for name in settings.dtypes]
+    shapes, dtypes = map(_shape, settings.shapes), [DTYPES[name] for name in settings.dtypes]
+    combinations = itertools.product(shapes, dtypes, settings.modes, settings.passes, settings.tokens)
+    cases = [TimedCase(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in combinations]
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
-    combinations = itertools.product(
-        map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens
-    )
-    cases = [TimedCase(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in combinations]
     for number, case in enumerate(cases):
         print(f"{number}/{len(cases)}  {case}", flush=True)  # _measure_in_process reads it
         rows += bench_case(case, operators, rounds=settings.rounds)
-    return {"rows": rows}
+    return rows
 
 
 def _measure_in_process(settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
@@ -163,22 +162,12 @@ def run_bench(
     )
     record = folder.check(values, overwrite=overwrite)
     with folder.open(values, overwrite=overwrite or "rows" in (record or {})):
-        return _run_in(folder, settings, on_progress)
-
-
-def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
-    runs = [_measure_in_process(settings, on_progress) for _ in range(settings.repeats)]
-    result = folder.write(**runs[0] | {"rows": merge_runs([run["rows"] for run in runs])})
-    from relinear.bench.report import draw_layers
-
-    for name in folder.names[1:]:
-        folder.take(name)
-    draw_layers(result["rows"], folder.path / "bench")
+        runs = [_measure_in_process(settings, on_progress) for _ in range(settings.repeats)]
+        result = folder.write(**runs[0] | {"rows": merge_runs([run["rows"] for run in runs])})
+        for name in folder.names[1:]:
+            folder.take(name)
+        draw_layers(result, folder.path / "bench")
     return result
-
-
-def _contender_and_case(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (row["contender"], *(row[field.name] for field in fields(TimedCase)))
 
 
 def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -186,14 +175,14 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
 
     It is the row of the run with the median ratio, plus ``ratio_minimum`` and ``ratio_maximum`` over the runs.
     """
+    keys = ["contender", *(field.name for field in fields(TimedCase))]
     merged = []
-    for rows in grouped((_contender_and_case(row), row) for run in runs for row in run).values():
-        timed = [row for row in rows if row.get("ratio") is not None]
-        if len(timed) < len(rows):
-            merged.append(next(row for row in rows if row.get("ratio") is None))
+    for rows in grouped((tuple(row[key] for key in keys), row) for run in runs for row in run).values():
+        ratios = [row.get("ratio") for row in rows]
+        if None in ratios:  # it could not be timed
+            merged.append(rows[ratios.index(None)])
             continue
-        ratios = [row["ratio"] for row in timed]
-        median = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
+        median = rows[ratios.index(statistics.median_low(ratios))]
         merged.append(median | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
     return merged
 
@@ -201,4 +190,4 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
 if __name__ == "__main__":
     _settings, _out = sys.argv[1:]
     _allocator = tune_allocator()
-    write_json(_out, _measure(BenchSettings.model_validate_json(_settings)) | {"allocator": _allocator})
+    write_json(_out, {"rows": _measure(BenchSettings.model_validate_json(_settings)), "allocator": _allocator})

@@ -15,7 +15,7 @@ from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Tab
 from relinear.pages.figures import Panel, Series, colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
-from relinear.pages.records import about, as_yaml, picture_of, what_ran
+from relinear.pages.records import about, as_yaml, what_ran
 from relinear.system.files import damaged_file_errors, read_json
 from relinear.training.settings import TrainSettings
 
@@ -192,15 +192,14 @@ def _base_name(results: Results) -> str | None:
 
 
 def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -> list[Chart]:
-    """Draw ``panels`` as STEM.png and .svg; return their charts, the picture at the first of them."""
+    """Draw ``panels`` as STEM.png and .svg; return their charts."""
     if panels:
         save_panels(panels, stem)
-    image, inline = picture_of(stem), len(panels) > 1
     charts = []
-    for index, panel in enumerate(panels):
+    for panel in panels:
         has_front = any(isinstance(series, Series) and series.mode == "steps" for series in panel.shown)
         caption = text.format(panel.x.title) + (_FRONT_CAPTION if has_front else "")
-        charts.append(Chart(caption, panel, image if index == 0 else None, height, inline))
+        charts.append(Chart(caption, panel, height, inline=len(panels) > 1))
     return charts
 
 

@@ -11,7 +11,14 @@ from relinear.pages.figures import Panel
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Hold a paragraph, a ``heading``, a remark (``soft``), or the main result of the page (``lead``)."""
+    """Hold a paragraph or, with one of the flags, something else.
+
+    Attributes:
+        text: the words.
+        heading: it is the heading of what follows.
+        soft: it is a remark.
+        lead: it is the main result of the page.
+    """
 
     text: str
     heading: bool = False
@@ -22,7 +29,14 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Hold a table's cell: its text, the value to sort by (by default the text), a second small line and a tooltip."""
+    """Hold a table's cell.
+
+    Attributes:
+        text: what is shown.
+        value: to sort by; by default the text.
+        small: a second line in small letters.
+        title: the tooltip.
+    """
 
     text: str
     value: float | None = None
@@ -37,7 +51,13 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold a table's row of cells or texts; ``entry`` is its name for the page's filter and the colour of its dot."""
+    """Hold a table's row.
+
+    Attributes:
+        cells: cells, or their texts.
+        entry: its name for the page's filter and the colour of its dot.
+        best: whether it is marked as the best one.
+    """
 
     cells: Sequence[Cell | str]
     entry: str | None = None
@@ -51,7 +71,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Hold a table that a click on its head sorts. ``words`` are the numbers of the columns of text."""
+    """Hold a table that a click on its head sorts.
+
+    Attributes:
+        head: titles of the columns.
+        rows: of cells, one for each column.
+        words: numbers of the columns of text.
+    """
 
     head: Sequence[str]
     rows: Sequence[Row]
@@ -61,15 +87,18 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Hold a figure: ``panel``, which a script draws, and ``image``, a data URI, for readers without scripts.
+    """Hold a figure, which the page's script draws.
 
-    Consecutive ``inline`` figures share a line if there is room for three. Figures with the same ``stem`` are panels
-    of one picture, the file of that name, which is at the first of them.
+    Attributes:
+        description: its caption.
+        panel: its content.
+        height: in pixels; a narrow page has less.
+        inline: whether it shares a line with the inline figures next to it, if there is room for three.
+        stem: name of the picture in a file, of which figures with the same stem are the panels.
     """
 
     description: str
-    panel: Panel | None = None
-    image: str | None = None
+    panel: Panel
     height: int = 440
     inline: bool = False
     stem: str = ""
@@ -78,7 +107,11 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Hold a list of names and values."""
+    """Hold a list of names and values.
+
+    Attributes:
+        facts: name -> value.
+    """
 
     facts: Mapping[str, str]
     kind: str = "facts"
@@ -86,7 +119,12 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Hold preformatted text, folded under ``title``."""
+    """Hold preformatted text, which is folded.
+
+    Attributes:
+        title: under which it is folded.
+        text: the text.
+    """
 
     title: str
     text: str
@@ -95,7 +133,12 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Hold the template of another package, ``PACKAGE/FILE.html``, and the values for it."""
+    """Hold a part of a page that has a template of its own.
+
+    Attributes:
+        template: its path in the package, ``ROOM/FILE.html``.
+        values: for the template.
+    """
 
     template: str
     values: Mapping[str, Any]
@@ -107,7 +150,15 @@ Block = Text | Table | Chart | Facts | Listing | Part
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Hold a page's section about one run. ``command`` made the run; ``entries``: name -> colour, for the filter."""
+    """Hold a page's section about one run.
+
+    Attributes:
+        title: its heading.
+        command: of relinear that made the run.
+        blocks: its content.
+        entries: name -> colour, for the filter.
+        note: further words under the heading.
+    """
 
     title: str
     command: str

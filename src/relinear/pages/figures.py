@@ -15,7 +15,16 @@ GUIDE = "#7F7F7F"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Describe an axis. ``ticks``: position -> label; ``bounds``: (least, largest); ``rows``: names, top first."""
+    """Describe an axis.
+
+    Attributes:
+        title: with the unit.
+        log: whether it is logarithmic.
+        ticks: position -> label; None chooses them.
+        bounds: (least, largest); None fits them to the data.
+        from_zero: whether it reaches to zero.
+        rows: whether it has names in place of numbers, the first at the top.
+    """
 
     title: str = ""
     log: bool = False
@@ -29,13 +38,19 @@ class Axis:
 class Series:
     """Describe the points of one entry, joined or not.
 
-    Args:
-        name: of the entry, for the page's filter; ``color`` and ``number`` (of its marker) distinguish it.
-        x, y: (N,) coordinates; ``y`` may be names of rows.
-        low, high: (N,) the band around a line, or the error bars of points.
+    Attributes:
+        name: of the entry, for the page's filter.
+        color: of lines and markers, one of ``PALETTE``.
+        x: (N,) coordinates.
+        y: (N,) coordinates, or names of rows.
+        number: of its marker.
+        low: (N,) the lower end of the band around a line, or of the error bars of points.
+        high: (N,) the upper end.
         texts: tooltips of the points, (N,), or one for all; "" shows the numbers.
         mode: "line" (with markers), "plain" (only a line), "points", or "steps".
-        hollow, size, opacity: of the markers.
+        hollow: whether markers are outlines.
+        size: of markers.
+        opacity: of all of it.
         label: at the line's end on a page, and in the legend of a file; "" is the name.
         legend: whether the legend has it.
     """
@@ -58,9 +73,15 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heat:
-    """Describe a heat map: ``values`` (rows, columns) from the top, with the names of columns (x) and rows (y).
+    """Describe a heat map.
 
-    ``surface`` is the file stem of its picture as a 3D surface, "" for none.
+    Attributes:
+        values: (rows, columns), from the top.
+        x: names of the columns.
+        y: names of the rows.
+        bounds: the values of the outermost colours.
+        what: the meaning of a value, for the scale of colours.
+        diverging: whether colours differ below and above the middle of the bounds.
     """
 
     values: Sequence[Sequence[float | None]]
@@ -69,12 +90,17 @@ class Heat:
     bounds: tuple[float, float]
     what: str
     diverging: bool = False
-    surface: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Guide:
-    """Describe a reference line at ``x``, at ``y``, or (without both) along the diagonal; ``text`` is its label."""
+    """Describe a reference line: at ``x``, at ``y``, or without both along the diagonal.
+
+    Attributes:
+        x: of an upright line.
+        y: of a level line.
+        text: its label.
+    """
 
     x: float | None = None
     y: float | None = None
@@ -83,7 +109,16 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Describe one pair of axes and its content."""
+    """Describe one pair of axes and its content.
+
+    Attributes:
+        shown: series, or one heat map.
+        x: the axis at the bottom.
+        y: the axis at the left.
+        guides: reference lines.
+        title: in a file; a page has captions.
+        legend: whether there is one.
+    """
 
     shown: Sequence[Series | Heat]
     x: Axis = Axis()
@@ -98,12 +133,6 @@ def colors(names: Sequence[str], reference: str | None = None) -> dict[str, str]
     remaining = [name for name in names if name != reference]
     chosen = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(remaining)}
     return {name: chosen.get(name, REFERENCE) for name in names}
-
-
-def blend(first: Sequence[int], second: Sequence[int], share: float) -> str:
-    """Mix ``share`` of the second colour (red, green and blue up to 255) into the first."""
-    share = min(max(share, 0.0), 1.0)
-    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(first, second, strict=True))
 
 
 def numbered(words: Sequence[str]) -> list[str]:

@@ -29,10 +29,11 @@ _WIDTHS = {1: 8.4, 2: 9.6, 3: 12.5}
 _MAX_LABELS = 48
 
 
-def save_figure(figure: Any, stem: str | Path) -> list[Path]:
-    """Write ``figure`` as STEM.png (150 dpi) and STEM.svg, each atomically; return both paths."""
+def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> list[Path]:
+    """Draw ``panels`` as one figure and write it as STEM.png (150 dpi) and STEM.svg, each atomically; return both."""
     import matplotlib
 
+    figure = draw_figure(panels, title)
     png, svg = Path(f"{stem}.png"), Path(f"{stem}.svg")
     with matplotlib.rc_context(_STYLE):
         with atomic_path(png) as temporary:
@@ -42,23 +43,14 @@ def save_figure(figure: Any, stem: str | Path) -> list[Path]:
     return [png, svg]
 
 
-def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> list[Path]:
-    """Draw ``panels`` as one figure and write it; heat maps with a ``surface`` are also written as 3D surfaces."""
-    surfaces = [panel for panel in panels for heat in panel.shown if isinstance(heat, Heat) and heat.surface]
-    if surfaces:
-        name = next(heat.surface for heat in surfaces[0].shown if isinstance(heat, Heat))
-        save_figure(draw_figure(surfaces, title, surface=True), Path(stem).with_name(name))
-    return save_figure(draw_figure(panels, title), stem)
-
-
 def plain_text(text: str) -> str:
     """Return text in characters that Matplotlib's font has, with its markup escaped."""
     text = text.replace("\u2423", "_").replace("$", r"\$")
     return "".join(letter if letter.isascii() or letter in "→↑↓±µ×°–" else "?" for letter in text)
 
 
-def draw_figure(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:
-    """Draw ``panels``, at most four in a row, and return the Figure; ``surface`` draws heat maps as 3D surfaces."""
+def draw_figure(panels: Sequence[Panel], title: str = "") -> Any:
+    """Draw ``panels``, at most four in a row, and return the Figure."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -67,14 +59,10 @@ def draw_figure(panels: Sequence[Panel], title: str = "", surface: bool = False)
     height = rows * max(_height(panel, rows) for panel in panels)
     # panels with the same title and bounds of the y axis share it
     shared = len({(panel.y.title, panel.y.bounds) for panel in panels}) == 1 and len(panels) > 1
-    options: dict[str, Any] = {"subplot_kw": {"projection": "3d"}} if surface else {"sharey": shared}
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTHS.get(columns, 3.4 * columns), height))
-        grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+        grid = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
     for index, (axes, panel) in enumerate(zip(grid, panels)):
-        if surface:
-            _draw_surface(axes, panel)
-            continue
         _draw_panel(figure, axes, panel)
         axes.set_xlabel(panel.x.title)
         if not shared or index % columns == 0:
@@ -165,18 +153,6 @@ def _draw_heat_map(axes: Any, heat: Heat) -> Any:
         step = 1 if len(names) <= _MAX_LABELS and sum(map(len, names)) < 400 else -(-len(names) // 8)
         set_ticks(range(0, len(names), step), [plain_text(name) for name in names[::step]], rotation=turn, fontsize=7)
     return image
-
-
-def _draw_surface(axes: Any, panel: Panel) -> None:
-    import numpy as np
-
-    heat = next(shown for shown in panel.shown if isinstance(shown, Heat))
-    table, (low, high) = np.array(heat.values, dtype=float), heat.bounds
-    x, y = np.meshgrid(np.arange(table.shape[1]), np.arange(table.shape[0]))
-    axes.plot_surface(x, y, table, cmap="RdBu_r", vmin=low, vmax=high, lw=0, rcount=48, ccount=96, rasterized=True)
-    axes.set_zlim(low, high)
-    axes.set_title(plain_text(panel.title), fontsize=10)
-    axes.tick_params(labelsize=7)
 
 
 def _set_scale(axes: Any, side: str, axis: Axis) -> None:

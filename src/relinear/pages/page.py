@@ -2,18 +2,16 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup, escape
 
-from relinear.pages.blocks import Chart, Section, Text
+from relinear.pages.blocks import Block, Chart, Section, Text
 from relinear.pages.figures import described
 from relinear.pages.records import as_yaml
 from relinear.system.files import read_text, write_text
@@ -22,7 +20,7 @@ from relinear.system.run_folder import set_aside
 TEMPLATE = "pages/base.html"
 #: identifies pages that relinear wrote
 GENERATOR = '<meta name="generator" content="relinear">'
-#: bytes of a page; further figures and pictures are omitted, and the page says so
+#: bytes of a page; further figures are omitted, and the page says so
 LIMIT = 1_000_000
 _TEXTS = 200_000  # bytes of the limit reserved for tables, texts and the page's script
 
@@ -83,20 +81,17 @@ def _perplexity(loss: float) -> str:
 
 
 def _within_limit(sections: Sequence[Section], room: int) -> list[Section]:
-    """Omit charts that exceed ``room`` bytes; figures come first, then pictures for readers without scripts."""
-    lists: list[list[Any]] = [list(section.blocks) for section in sections]
-    charts = [(blocks, index) for blocks in lists for index, block in enumerate(blocks) if isinstance(block, Chart)]
-    for part, (blocks, index) in itertools.product(("panel", "image"), charts):
-        if (size := _bytes(blocks[index], part)) <= room:
-            room -= size
-        else:
-            blocks[index] = dataclasses.replace(blocks[index], **{part: None})
-    for blocks, index in charts:
-        if blocks[index].panel is blocks[index].image is None:
-            text = f"Omitted to limit the size of the page: {blocks[index].description}"
-            blocks[index] = Text(text, soft=True)
-    return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
-
-
-def _bytes(chart: Chart, part: str) -> int:
-    return len(chart.image or "") if part == "image" else len(escape(json.dumps(described(chart.panel))))
+    """Put a remark in the place of charts that exceed ``room`` bytes together."""
+    limited = []
+    for section in sections:
+        blocks: list[Block] = []
+        for block in section.blocks:
+            if isinstance(block, Chart):
+                size = len(escape(json.dumps(described(block.panel))))
+                if size > room:
+                    block = Text(f"Omitted to limit the size of the page: {block.description}", soft=True)
+                else:
+                    room -= size
+            blocks.append(block)
+        limited.append(dataclasses.replace(section, blocks=blocks))
+    return limited

@@ -1,25 +1,11 @@
-"""Read the records of commands and describe them for pages: pictures, settings, and how a result was made."""
+"""Read the records of commands and describe them for pages: settings, and how a result was made."""
 
-import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from relinear.pages.blocks import Block, Facts, Text
 from relinear.system.files import read_json
-
-#: of a picture with a larger SVG the PNG is embedded, if there is one
-_LARGEST_SVG = 400_000
-
-
-def picture_of(stem: str | Path) -> str | None:
-    """Return STEM.svg, or if it is large or missing STEM.png, as a data URI; None if there is neither."""
-    svg, png = Path(f"{stem}.svg"), Path(f"{stem}.png")
-    if svg.is_file() and (svg.stat().st_size <= _LARGEST_SVG or not png.is_file()):
-        return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode('ascii')}"
-    if png.is_file():
-        return f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode('ascii')}"
-    return None
 
 
 def read_values(path: Path) -> dict[str, Any]:
