@@ -13,7 +13,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.data import DataSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.explore import units as units_module
-from relinear.explore.changes import Change, effect, try_change
+from relinear.explore.changes import effect, try_change
 from relinear.explore.page import static_page
 from relinear.explore.server import LARGEST_BODY, make_server
 from relinear.explore.subject import prepare_subject
@@ -203,7 +203,7 @@ def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
 def test_the_code_that_is_shown_repeats_a_change(make, point, action, value, tmp_path, texts, capsys) -> None:
     torch.manual_seed(0)
     subject = prepared(saved(make(), tmp_path / "it's"), texts, sequences=4)
-    found = try_change(subject, 'a "text" of\\n its own\'s', Change(point, 3, action, value), new=5)
+    found = try_change(subject, 'a "text" of\\n its own\'s', point, 3, action, value, new=5)
     assert found["after"]["divergence"] > 0
     names = {}
     exec(compile(found["code"], "shown", "exec"), names)
@@ -219,8 +219,7 @@ def test_the_code_that_is_shown_repeats_a_change(make, point, action, value, tmp
 
 
 def test_the_control_is_another_unit_moved_as_far(subject) -> None:
-    change = Change(Q0, 2, "set", 1.0)
-    found = try_change(subject, "some text", change, new=0, seed=1)
+    found = try_change(subject, "some text", Q0, 2, "set", 1.0, new=0, seed=1)
     control = found["control"]["change"]
     assert (control["point"], control["unit"]) == subject.control_of(Q0, 2, 1)
     assert control["unit"] != 2

@@ -19,13 +19,14 @@ from relinear.hf.vocabulary import max_positions
 class CausalityReport:
     """Hold the result of ``check_causality``.
 
-    tokens: length of the sequence; every suffix of it was changed.
-    modules: how many modules' outputs were compared.
-    module: name of the first module, in order of execution, whose output saw the future, None if none did.
-    layer: index of its decoder layer (None outside of them).
-    position: the first token of its output that changed.
-    source: the first token whose change it saw.
-    difference: the largest change there, relative to the output's maximum.
+    Attributes:
+        tokens: length of the sequence; every suffix of it was changed.
+        modules: how many modules' outputs were compared.
+        module: name of the first module, in order of execution, whose output saw the future, None if none did.
+        layer: index of its decoder layer (None outside of them).
+        position: the first token of its output that changed.
+        source: the first token whose change it saw.
+        difference: the largest change there, relative to the output's maximum.
     """
 
     tokens: int

@@ -115,8 +115,6 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
         {name: {"tokens", "distinct_tokens", "rank", "effective_rank": {space: number}, "singular_values": {space:
         list, normalised to a largest one of 1}}}.
     """
-    if ids.ndim != 2 or ids.shape[0] != 1:
-        raise ValueError(f"effective_ranks looks at one sequence of shape (1, T), got {tuple(ids.shape)}")
     operators: dict[str, Any] = dict(named_operators(model))
     conditioned = any(op.config.conditioned for op in operators.values())
     gates = next(iter(record_gates(model, ids))) if conditioned else {}

@@ -230,9 +230,9 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     scale: dict[str, Any] = {"bounds": (1 - spread, 1 + spread), "what": "gate", "diverging": True}
     heat = Heat(values=gates_of_module["values"], x=channels, y=words, **scale)
     text = (
-        f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: a row per token, a column "
-        "per channel. Stripes down are the same channel at every token, which a constant gain would do as well; stripes "
-        "across are tokens that open or shut a whole layer."
+        f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: a row per token, a "
+        "column per channel. Stripes down are the same channel at every token, which a constant gain would do as well; "
+        "stripes across are tokens that open or shut a whole layer."
     )
     panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
     return Chart(text, panel, height=520, stem="modulators_channel")

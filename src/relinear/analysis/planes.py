@@ -34,18 +34,6 @@ def plane_angles(beta: Tensor) -> Tensor:
     return torch.rad2deg(2 * values[..., : 2 * (values.shape[-1] // 2) : 2])
 
 
-def planes(model: nn.Module) -> dict[str, dict[str, list[list[float]]]]:
-    """Return the angles of every rotor of ``model``.
-
-    Returns:
-        {name of the rotors: {"left" | "right": for every term and pair of windows its angles, largest first}}.
-    """
-    return {
-        name: {side: plane_angles(beta).flatten(0, -2).tolist() for side, beta in module.bivectors().items()}
-        for name, module in _with_rotors(model).items()
-    }
-
-
 def _with_rotors(model: nn.Module) -> dict[str, Any]:
     named = model.named_modules()
     return {name: m for name, m in named if callable(getattr(m, "bivectors", None)) and m.bivectors()}
@@ -57,8 +45,15 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> dict[str, Any]:
-    """Return the angles of the model's rotors; this reads no text."""
-    return planes(subject.model)
+    """Return the angles of the model's rotors; this reads no text.
+
+    Returns:
+        {name of the rotors: {"left" | "right": for every term and pair of windows its angles, largest first}}.
+    """
+    return {
+        name: {side: plane_angles(beta).flatten(0, -2).tolist() for side, beta in module.bivectors().items()}
+        for name, module in _with_rotors(subject.model).items()
+    }
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.contract.config import Count, IntRange, check_value
@@ -29,7 +28,13 @@ from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Hold the mean loss in nats per token, its exponential, and the number of predicted tokens."""
+    """Hold what ``perplexity`` measures.
+
+    Attributes:
+        loss: mean, in nats per token.
+        perplexity: its exponential.
+        tokens: how many were predicted.
+    """
 
     loss: float
     perplexity: float
@@ -38,7 +43,13 @@ class Perplexity:
 
 @dataclasses.dataclass(frozen=True)
 class Lambada:
-    """Hold the share of last words that greedy decoding predicts, exp of their mean loss per word, number of texts."""
+    """Hold what ``lambada`` measures.
+
+    Attributes:
+        accuracy: share of last words that greedy decoding predicts.
+        perplexity: exp of the mean loss in nats per word.
+        examples: number of texts.
+    """
 
     accuracy: float
     perplexity: float
@@ -74,7 +85,7 @@ def perplexity(
         batch_size: windows per forward pass.
 
     Returns:
-        ``loss`` (nats per token), ``perplexity`` (its exponential) and the number of ``tokens`` that were predicted.
+        Loss, perplexity and the number of tokens.
 
     Raises:
         ValueError: if there is nothing to predict, an argument is missing or does not fit, the loss is NaN, or
@@ -104,15 +115,9 @@ def perplexity(
         ids = _token_stream([text] if isinstance(text, str) else text, tokenizer, max_tokens)
         windows = _text_windows(ids, text_start(tokenizer), length, step)
     total, count = 0.0, 0
-    with _evaluating(model) as device:
-        for batch in _batches_of_equal_length(windows, batch_size):
-            ids = torch.stack([ids for ids, _ in batch]).to(device)
-            labels = torch.stack([labels for _, labels in batch]).to(device)
-            logits = model(input_ids=ids, use_cache=False).logits
-            losses = token_losses(logits, labels)
-            check_no_nan(model, losses, "perplexity")
-            total += losses.double().sum().item()
-            count += int((labels[:, 1:] != IGNORED_LABEL).sum())
+    for losses, _, labels in _losses(model, windows, batch_size, "perplexity"):
+        total += losses.double().sum().item()
+        count += int((labels != IGNORED_LABEL).sum())
     if not count:
         raise ValueError("there is no token to predict: the text has fewer than two tokens")
     loss = total / count
@@ -137,10 +142,10 @@ def lambada(
         tokenizer: of the model.
         texts: a file of JSON lines with a ``text``, or the texts, or mappings with a ``text``.
         max_examples: use the first texts only.
-        batch_size: texts per forward pass; texts of similar length share a batch.
+        batch_size: texts per forward pass; texts of equal length share a batch.
 
     Returns:
-        ``accuracy`` (a share), ``perplexity`` (exp of the mean loss in nats per word) and the number of ``examples``.
+        Accuracy, perplexity and the number of texts.
 
     Raises:
         ValueError: if there are no texts, or one has fewer than two words.
@@ -159,24 +164,12 @@ def lambada(
     if not rows:
         raise ValueError("LAMBADA needs at least one text")
     longest = max_positions(model)
-    examples = [_split_last_word(tokenizer, row, longest) for row in rows]
-    examples.sort(key=lambda example: len(example[0]))
+    windows = sorted((_last_word_window(tokenizer, row, longest) for row in rows), key=lambda window: len(window[0]))
     correct, total = 0, 0.0
-    with _evaluating(model) as device:
-        for start in range(0, len(examples), batch_size):
-            batch = examples[start : start + batch_size]
-            width = max(len(ids) for ids, _ in batch)
-            # Padding is on the right, which a causal model never reads, so any id will do.
-            ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch], device=device)
-            mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in batch], device=device)
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            for row, (tokens, word) in zip(logits, batch, strict=True):
-                scores = row[len(tokens) - word - 1 : len(tokens) - 1].float()
-                check_no_nan(model, scores, "lambada")
-                target = torch.tensor(tokens[-word:], device=device)
-                correct += bool((scores.argmax(-1) == target).all())
-                total += F.cross_entropy(scores, target, reduction="sum").item()
-    return Lambada(correct / len(examples), perplexity_of(total / len(examples)), len(examples))
+    for losses, logits, labels in _losses(model, windows, batch_size, "lambada"):
+        correct += int(((logits.argmax(-1) == labels) | (labels == IGNORED_LABEL)).all(1).sum())
+        total += losses.double().sum().item()
+    return Lambada(correct / len(windows), perplexity_of(total / len(windows)), len(windows))
 
 
 def lm_eval(
@@ -286,12 +279,22 @@ def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Ten
             return
 
 
-def _batches_of_equal_length(
-    windows: Iterable[tuple[Tensor, Tensor]], size: int
-) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    for _, group in itertools.groupby(windows, key=lambda window: len(window[0])):
-        while batch := list(itertools.islice(group, size)):
-            yield batch
+def _losses(
+    model: Any, windows: Iterable[tuple[Tensor, Tensor]], size: int, user: str
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Run ``model`` on windows (ids, labels), ``size`` at a time; neighbours of equal length share a batch.
+
+    Yields:
+        For each batch, of every token but the first: its loss (B, T - 1), logits (B, T - 1, V) and label (B, T - 1).
+    """
+    with _evaluating(model) as device:
+        for _, group in itertools.groupby(windows, key=lambda window: len(window[0])):
+            while batch := list(itertools.islice(group, size)):
+                ids, labels = (torch.stack(part).to(device) for part in zip(*batch, strict=True))
+                logits = model(input_ids=ids, use_cache=False).logits
+                losses = token_losses(logits, labels)
+                check_no_nan(model, losses, user)
+                yield losses, logits[:, :-1], labels[:, 1:]
 
 
 def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
@@ -310,8 +313,8 @@ def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
         yield row["text"] if isinstance(row, Mapping) else row
 
 
-def _split_last_word(tokenizer: Any, text: str, longest: int | None) -> tuple[list[int], int]:
-    """Return the text's token ids (the last that the model can read), and how many of them are the last word."""
+def _last_word_window(tokenizer: Any, text: str, longest: int | None) -> tuple[Tensor, Tensor]:
+    """Return the text's token ids (the last that the model can read), and labels that mask all but the last word."""
     context, _, word = text.rpartition(" ")
     if not context.strip() or not word:
         raise ValueError(f"a LAMBADA text needs a context and a last word, got {text[:80]!r}")
@@ -320,4 +323,7 @@ def _split_last_word(tokenizer: Any, text: str, longest: int | None) -> tuple[li
     room = None if longest is None else longest - len(start)
     if tokens < 1 or (room is not None and tokens >= room):
         raise ValueError(f"the last word {word!r} takes {tokens} tokens, which the model cannot predict in one pass")
-    return [*start, *(ids[-room:] if room else ids)], tokens
+    window = torch.tensor([*start, *(ids[-room:] if room else ids)])
+    labels = torch.full_like(window, IGNORED_LABEL)
+    labels[-tokens:] = window[-tokens:]
+    return window, labels

@@ -14,10 +14,14 @@ _DEFAULT_DISCOUNTS = (0.5, 1.0, 1.5)
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """Hold all n-grams of one length, by code in ascending order, with discounted counts and totals of contexts.
+    """Hold all n-grams of one length.
 
-    grams: code of every n-gram that occurs; discounted: its count minus the discount.
-    contexts: code of every context; totals: its counts; spare: the sum of its discounts, which shorter n-grams get.
+    Attributes:
+        grams: code of every n-gram that occurs, in ascending order.
+        discounted: its count minus the discount.
+        contexts: code of every context, in ascending order.
+        totals: its count.
+        spare: the sum of its discounts, which shorter n-grams get.
     """
 
     grams: np.ndarray

@@ -6,9 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from string import Template
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field, StrictFloat
 from torch import Tensor
 
 from relinear.activations.hook_points import Intervention, hook_points
@@ -30,7 +31,14 @@ ACTIONS: dict[str, tuple[type[Intervention], str]] = {
 
 
 class Change(NamedTuple):
-    """Describe a change of one unit of a hook point."""
+    """Describe a change of one unit.
+
+    Attributes:
+        point: name of the hook point.
+        unit: its number there.
+        action: one of ``ACTIONS``.
+        value: for the action.
+    """
 
     point: str
     unit: int
@@ -51,19 +59,24 @@ class Change(NamedTuple):
         return f"{{{self.point!r}: relinear.activations.{call}}}"
 
 
-def try_change(subject: ExploredModel, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
-    """Return the effect of a change of a unit on the next token and on generated text, compared with a control.
+def try_change(
+    subject: ExploredModel,
+    text: str,
+    point: str,
+    unit: int,
+    action: str,
+    value: StrictFloat,
+    new: Annotated[int, Field(ge=0, le=MOST_NEW_TOKENS)] = 30,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return the effect of a change of a unit on the next token and on ``new`` tokens, compared with a control.
 
     The control is a random other unit that is moved equally far, in its own standard deviations.
 
     Raises:
-        ValueError: for an unknown unit or action, a value that is not a number, or a text that is empty or too long.
+        ValueError: for an unknown unit or action, or a text that is empty or too long.
     """
-    if not torch.isfinite(torch.tensor(change.value)):
-        raise ValueError(f"the value must be a finite number, got {change.value}")
-    if not 0 <= new <= MOST_NEW_TOKENS:
-        raise ValueError(f"between 0 and {MOST_NEW_TOKENS} tokens can be generated, got {new}")
-    subject.index.row(change.point, change.unit)
+    change = Change(point, unit, action, value)
     ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
     changes = {"before": None, "after": change}
     if (control := _control(subject, change, seed)) is not None:
@@ -178,16 +191,12 @@ def prefix_view(subject: ExploredModel, prefix: str, text: str) -> dict[str, Any
         each y from the one before, relative to its length. "prefix_tokens", "parameters": counts.
 
     Raises:
-        ValueError: if the model cannot be specialised to a prefix, or a text is empty or too long.
+        ValueError: if the model cannot be specialised, or a text is empty or too long.
     """
     from relinear.models.cgt.specialize import specialize
 
-    if not subject.reads_prefixes():
-        raise ValueError(f"{type(subject.model).__name__} cannot be specialised to a prefix; only a CGT can")
     before, after = subject.encode(prefix), subject.encode(text)
     joined = torch.cat([before, after])
-    if len(joined) > subject.positions():
-        raise ValueError(f"prefix and text have {len(joined):,} tokens, the model reads {subject.positions():,}")
     corpus = subject.index.ids.long()
     other = corpus[random.Random(prefix).randrange(len(corpus))]
     with subject.lock, torch.no_grad():

@@ -14,10 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import ConfigDict, StrictFloat, ValidationError, validate_call
+from pydantic import ConfigDict, ValidationError, validate_call
 
 from relinear.contract.messages import quoted, validation_message
-from relinear.explore.changes import Change, effect, prefix_view, try_change
+from relinear.explore.changes import effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import ExploredModel
 
@@ -43,19 +43,6 @@ def _unit(subject: ExploredModel, point: str, unit: int, seed: int = 0) -> Any:
     return {"unit": subject.unit(point, unit), "control": control and subject.unit(*control)}
 
 
-def _change(
-    subject: ExploredModel,
-    text: str,
-    point: str,
-    unit: int,
-    action: str,
-    value: StrictFloat,
-    new: int = 30,
-    seed: int = 0,
-) -> Any:
-    return try_change(subject, text, Change(point, unit, action, value), new, seed)
-
-
 #: (method, path) -> the function that answers it; GET reads the index, POST runs the model
 _ROUTES: dict[tuple[str, str], Callable[..., Any]] = {
     ("GET", "/api/units"): ExploredModel.units,
@@ -64,7 +51,7 @@ _ROUTES: dict[tuple[str, str], Callable[..., Any]] = {
     ("GET", "/api/text"): ExploredModel.text,
     ("POST", "/api/colour"): ExploredModel.color,
     ("POST", "/api/next"): ExploredModel.next_token,
-    ("POST", "/api/change"): _change,
+    ("POST", "/api/change"): try_change,
     ("POST", "/api/effect"): effect,
     ("POST", "/api/prefix"): prefix_view,
 }
@@ -80,20 +67,18 @@ class _RequestError(Exception):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    subjects: Sequence[ExploredModel]
-    page: bytes
-    policy: str
-    #: the host name that this server answers to, besides IP addresses
-    host: str
+
+    def __init__(self, subjects: Sequence[ExploredModel], host: str, port: int) -> None:
+        self.subjects, self.host = subjects, host  # it answers to this name, besides IP addresses
+        page = live_page([subject.overview() for subject in subjects])
+        self.page, self.policy = page.encode(), policy_of(page)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of clients that have disconnected."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
-
-
-class _IPv6Server(_Server):
-    address_family = socket.AF_INET6
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -133,10 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_origin(self) -> None:
         """Raise for requests to a host name that is not this machine's, or from another page."""
         host = self.headers.get("Host", "")
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            name = ""
+        name = urlsplit(f"//{host}").hostname or ""
         if not (_is_address(name) or name == self.server.host):
             raise _RequestError(403, f"this server does not answer for the host {quoted(host)}")
         origin = self.headers.get("Origin")
@@ -202,15 +184,8 @@ def make_server(subjects: Sequence[ExploredModel], host: str = "127.0.0.1", port
     Raises:
         OSError: if it cannot listen there; it names host and port.
     """
-    kind = _IPv6Server if ":" in host else _Server
     try:
-        server = kind((host, port), _Handler)
+        return _Server(subjects, host, port)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen there ({error.strerror}); choose another --port", f"{host}:{port}"
-        ) from error
-    except OverflowError:
-        raise ValueError(f"a port is a number from 0 to 65535, got {port}") from None
-    page = live_page([subject.overview() for subject in subjects])
-    server.subjects, server.page, server.policy, server.host = subjects, page.encode(), policy_of(page), host
-    return server
+        text = f"cannot listen there ({error.strerror}); choose another --port"
+        raise OSError(error.errno, text, f"{host}:{port}") from error

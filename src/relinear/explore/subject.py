@@ -38,10 +38,13 @@ SHOWN = 10
 class ExploredModel:
     """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
-    Args:
+    Attributes:
         path: of the model, for the code that the page shows.
-        model: in eval mode. tokenizer: of text.
-        points: the hook points by name. index: over them.
+        model: in eval mode.
+        tokenizer: of text.
+        points: the hook points by name.
+        index: of their units.
+        lock: held by whoever runs the model.
     """
 
     path: str

@@ -74,7 +74,15 @@ def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class HookPointFacts:
-    """Locate a hook point in an index: its units are rows ``start`` to ``start + size``; layer: None outside layers."""
+    """Locate a hook point in an index.
+
+    Attributes:
+        name: of the hook point.
+        kind: of the hook point.
+        layer: index of its decoder layer; None outside of them.
+        size: how many units it has.
+        start: the row of its first unit; the others follow.
+    """
 
     name: str
     kind: str
@@ -87,12 +95,16 @@ class HookPointFacts:
 class Index:
     """Hold statistics of a model's units on a corpus.
 
-    hook_points: by name, in the model's order.
-    ids: (N, T), the texts.
-    tensors: "most_value", "most_row", "most_token" (U, K): the texts in which a unit is highest, highest first, one
-        entry per text at its highest token; the row is -1 if there are fewer texts. "least_...": likewise the lowest.
-        "counts" (U, H): histogram over all tokens in bins of "width" (U,) that begin at "low" (U,). "mean", "std" (U,).
-    made_from: JSON values that identify the inputs of the index.
+    "most_value", "most_row" and "most_token" (U, K) among the tensors are the texts in which a unit is highest, highest
+    first, one entry per text at its highest token; the row is -1 if there are fewer texts. "least_...": likewise the
+    lowest. "counts" (U, H): histogram over all tokens in bins of "width" (U,) that begin at "low" (U,). "mean", "std":
+    (U,).
+
+    Attributes:
+        hook_points: by name, in the model's order.
+        ids: (N, T), the texts.
+        tensors: statistics of every unit, by name.
+        made_from: JSON values that identify the inputs of the index.
     """
 
     hook_points: Mapping[str, HookPointFacts]
