@@ -251,15 +251,6 @@ def test_the_bare_model_resizes_both_streams_too(ids):
         assert model(torch.full((1, 4), 59)).last_hidden_state.shape == (1, 4, 24)
 
 
-@pytest.mark.parametrize("part", ["", "transformer"])
-def test_a_model_of_vectors_says_that_it_has_no_tokens(part):
-    model = make_regression().get_submodule(part)
-    assert model.resize_token_embeddings() is None
-    for arguments in ({"new_num_tokens": 60}, {"pad_to_multiple_of": 8}):
-        with pytest.raises(ValueError, match=r"reads vectors of 3 features and has no embedding of tokens to resize"):
-            model.resize_token_embeddings(**arguments)
-
-
 def test_attentions_are_those_of_x(ids):
     """One for every layer, of x's own heads; from layer l on as in the GPT-2 that is left after specialisation."""
     model = make_cgt(attn_implementation="eager", n_head=3, context_heads=2)

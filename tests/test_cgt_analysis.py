@@ -204,7 +204,7 @@ def test_a_regression_model_is_specialised_to_one_without_y(regression_model, fi
         assert not any("modulate" in name or ".context." in name for name in plain.state_dict())
         plain.save_pretrained(tmp_path)
         torch.testing.assert_close(relinear.from_pretrained(tmp_path)(vectors).logits, plain(vectors).logits)
-    with pytest.raises(ValueError, match="at most 16 vectors of one sequence"):
+    with pytest.raises(ValueError, match="vectors of one sequence"):
         relinear.specialize(regression_model, torch.randn(3))
 
 

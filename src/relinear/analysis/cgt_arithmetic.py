@@ -14,7 +14,7 @@ from relinear.analysis.cgt_context import context_variation
 from relinear.contract.module_state import eval_mode, forward_hooks_on
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.pages.figures import Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -238,7 +238,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     read = numbers["probe"]["average"]
     names = ("a", "b") if len(read["r2"]) == 2 else ("coefficient",)
     for name, truth, predicted in zip(names, zip(*read["truth"]), zip(*read["predicted"])):
-        points = Series(name=name, color=PALETTE[0], x=truth, y=predicted, mode="points", opacity=0.4)
+        points = Series(name=name, x=truth, y=predicted, mode="points", opacity=0.4)
         panel = Panel([points], Axis(title=f"{name} (scaled)"), Axis(title="read from y"), [Guide()], legend=False)
         page_blocks.append(Chart(f"{name}, read from the mean of y.", panel, inline=True, stem="cgt_probe"))
     return page_blocks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject
 from relinear.models.cgt import CGTForCausalLM, CGTForRegression
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
-from relinear.pages.figures import PALETTE, Axis, Heat, Panel, Series
+from relinear.pages.figures import Axis, Heat, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -129,15 +129,15 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     table = [[round(value, 4) for value in row] for row in numbers["products"]]
     heat = Heat(values=table, x=positions, y=positions, bounds=(-1, 1), what="dot product", diverging=True)
     power = numbers["spectrum"][1:]
-    wave = Series(name="y", color=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
-    trace = []
-    for number, values in enumerate(numbers["trace"]):
-        style: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "mode": "plain", "legend": False}
-        trace.append(Series(name=f"component {number + 1}", x=range(len(values)), y=values, **style))
+    wave = Series(name="y", x=range(1, len(power) + 1), y=power, mode="plain")
+    trace = [
+        Series(name=f"component {i + 1}", number=i, x=range(len(values)), y=values, mode="plain", legend=False)
+        for i, values in enumerate(numbers["trace"])
+    ]
     points = []
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
-        points.append(Series(name=name, color=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
+        points.append(Series(name=name, number=number, x=x, y=y, mode="points"))
     position, method = Axis(title="position"), numbers["embedding"]
     plane = Axis(title=f"{method}, first dimension"), Axis(title=f"{method}, second dimension")
     products = "Dot products of normalised y; texts of two sources are joined in the middle."

@@ -14,7 +14,7 @@ from relinear.contract.module_state import eval_mode
 from relinear.data.tasks import RegressionTask, Samples
 from relinear.models.cgt import CGTForRegression
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
-from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series
+from relinear.pages.figures import REFERENCE, Axis, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -89,7 +89,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         start = len(ridge) - len(values)
         label = f"y frozen after {start}" if start else "y computed"
         x = range(start, len(ridge))
-        series.append(Series(name=label, color=PALETTE[number % len(PALETTE)], number=number, x=x, y=values))
+        series.append(Series(name=label, number=number, x=x, y=values))
         if start:
             cells = (ridge[start], errors["dynamic"][start], values[0])
             rows.append(Row([str(start), *map(Cell.of, cells), Cell.of(values[0] / errors["dynamic"][start])]))

@@ -14,7 +14,7 @@ from relinear.data.tasks import SYMBOLS
 from relinear.evaluate.losses import token_losses
 from relinear.models.cgt import CGTForCausalLM
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.pages.figures import Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -144,7 +144,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         gaps = [value - reference for value, reference in zip(values, base, strict=True)]
         means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
         middles = [i + width / 2 for i in range(len(means))]
-        series.append(Series(name=kind, color=PALETTE[number % len(PALETTE)], x=middles, y=means, mode="plain"))
+        series.append(Series(name=kind, number=number, x=middles, y=means, mode="plain"))
     y_axis = Axis(title="gap to computed y (nats per token)")
     panel = Panel(series, Axis(title="position in the second half"), y_axis, [Guide(y=0)])
     page_blocks: list[Block] = [

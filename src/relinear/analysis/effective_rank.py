@@ -183,7 +183,10 @@ def decays(layers: Mapping[str, Any], space: str, model: str, color: str) -> lis
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]
         text = f"{model}, {layer}: effective rank {values['effective_rank'][space]:.1f}"
-        mode = "points" if len(decay) == 1 else "plain"
-        style: dict[str, Any] = {"mode": mode, "opacity": 0.6, "legend": number == 0}
+        style: dict[str, Any] = {
+            "mode": "points" if len(decay) == 1 else "plain",
+            "opacity": 0.6,
+            "legend": number == 0,
+        }
         series.append(Series(name=model, color=color, x=range(1, len(decay) + 1), y=decay, texts=text, **style))
     return series

@@ -76,8 +76,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     limit = high_percentile(map(abs, row) for tokens in numbers["contexts"] for row in tokens) or 1.0
     for name, tokens, words in zip(names, numbers["contexts"], numbers["text"], strict=True):
         table = [[round(v, 3) for v in row] for row in zip(*tokens, strict=True)]
-        sides: dict[str, Any] = {"x": numbered(words), "y": [f"dimension {index}" for index in range(len(table))]}
-        heat = Heat(values=table, **sides, bounds=(-limit, limit), what="context", diverging=True)
+        x, y = numbered(words), [f"dimension {index}" for index in range(len(table))]
+        heat = Heat(values=table, x=x, y=y, bounds=(-limit, limit), what="context", diverging=True)
         text = f"{name}: a column per token, a row a dimension of the context; blue below 0, red above."
         page_blocks.append(Chart(text, Panel([heat], title=name), stem="fingerprints"))
     return page_blocks

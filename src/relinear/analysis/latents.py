@@ -14,7 +14,7 @@ from relinear.activations.latent_recording import Activation, LatentOperator, ob
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.contract.module_state import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Table
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.pages.figures import Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -84,10 +84,10 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, (name, row) in enumerate(numbers.items()):
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
         rows.append(layer_row(name, active, Cell.of(row["nats"]), Cell.of(row["sigma"])))
-        coordinates: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
-        style: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
-        text = f"{name}: {row['active']} of {row['size']} active"
-        series.append(Series(name=name, color=PALETTE[number % len(PALETTE)], texts=text, **coordinates, **style))
+        x, y = range(1, row["size"] + 1), [round(v, 5) for v in row["deviation"]]
+        text = f"{name}: {active.text} active"
+        line = Series(name=name, x=x, y=y, number=number, texts=text, mode="plain", opacity=0.7, legend=False)
+        series.append(line)
     x_axis = Axis(title="dimension, sorted by standard deviation")
     y_axis = Axis(title="standard deviation of its mean over tokens", from_zero=True)
     panel = Panel(series, x_axis, y_axis, [Guide(y=ACTIVE**0.5, text="not active below")])

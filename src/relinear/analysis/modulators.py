@@ -212,7 +212,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
         series = []
         for number, (module, points) in enumerate(lines.items()):
             x, y = zip(*sorted(points), strict=True)
-            series.append(Series(name=module, color=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
+            series.append(Series(name=module, number=number, x=x, y=y))
         if series:
             hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
             text = f"{kind} gates: {title}, a line per module. {hint}"

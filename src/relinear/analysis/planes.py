@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.clifford import bivector_to_matrix
 from relinear.pages.blocks import Block, Cell, Chart, Table
-from relinear.pages.figures import PALETTE, Axis, Panel, Series
+from relinear.pages.figures import Axis, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -67,10 +67,9 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             rows.append(layer_row(name, side, Cell.of(len(rotors), "d"), *degrees))
     for number, side in enumerate(SIDES):
         pairs = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
+        x, y = [angle for angle, _ in pairs], [short_name(name) for _, name in pairs]
         texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in pairs]
-        coordinates: dict[str, Any] = {"x": [angle for angle, _ in pairs], "y": [short_name(name) for _, name in pairs]}
-        style: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
-        series.append(Series(name=side, color=PALETTE[number], number=number, **coordinates, **style))
+        series.append(Series(name=side, number=number, x=x, y=y, texts=texts, mode="points", opacity=0.6))
     panel = Panel(series, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
     text = "Every angle of every rotor, a row per module: what lies at 0 turns nothing."
     chart = Chart(text, panel, height=160 + 22 * len(numbers), stem="planes")

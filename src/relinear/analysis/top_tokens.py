@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table, Text
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.pages.figures import Axis, Guide, Panel, Series
 from relinear.system.grouped import grouped
 
 #: how to read its figures, for the page
@@ -100,8 +100,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     gates.sort(key=lambda item: item[2]["base_rate"] - item[2]["purity"])
     texts = [f"{name}, gate {k}: {'  '.join(gate['text'])}" for name, k, gate in gates]
     chance, purity = ([round(gate[key], 4) for _, _, gate in gates] for key in ("base_rate", "purity"))
-    style: dict[str, Any] = {"mode": "points", "opacity": 0.6, "legend": False}
-    dots = Series(name="gates", color=PALETTE[0], x=chance, y=purity, texts=texts, **style)
+    dots = Series(name="gates", x=chance, y=purity, texts=texts, mode="points", opacity=0.6, legend=False)
     x_axis = Axis(title="share of all positions (chance)", bounds=(0, 1.1 * max(chance, default=1.0) or 1))
     panel = Panel([dots], x_axis, Axis(title="purity", bounds=(0, 1.05)), [Guide()])
     text = "Every gate: how pure its highest positions are against chance (dashed). Point at a dot for its tokens."

@@ -40,10 +40,10 @@ class Series:
 
     Attributes:
         name: of the entry, for the page's filter.
-        color: of lines and markers, one of ``PALETTE``.
         x: (N,) coordinates.
         y: (N,) coordinates, or names of rows.
-        number: of its marker.
+        number: of its marker, and of its colour in ``PALETTE``.
+        color: another one.
         low: (N,) the lower end of the band around a line, or of the error bars of points.
         high: (N,) the upper end.
         texts: tooltips of the points, (N,), or one for all; "" shows the numbers.
@@ -56,10 +56,10 @@ class Series:
     """
 
     name: str
-    color: str
     x: Sequence[float]
     y: Sequence[Any]
     number: int = 0
+    color: str = ""
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     texts: Sequence[str] | str = ""
@@ -69,6 +69,10 @@ class Series:
     opacity: float = 1
     label: str = ""
     legend: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.color:
+            object.__setattr__(self, "color", PALETTE[self.number % len(PALETTE)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

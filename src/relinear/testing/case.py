@@ -13,7 +13,7 @@ SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
 class Case:
     """Hold a variant of an operator and what its tests need to know.
 
-    Args:
+    Attributes:
         config: the variant.
         shapes: (in, out) sizes to build it in; the slow tests use the first only.
         variant: distinguishes this case from others of the same kind in the names of tests.
@@ -22,6 +22,7 @@ class Case:
         lossless_config: settings of the same kind with which a fitted weight is reproduced exactly (in eval mode).
         exact_tolerance: relative error allowed there, in float64.
         bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.
+        exact: what ``lossless_config`` was called; it works for one version.
     """
 
     config: OperatorConfig
@@ -32,7 +33,6 @@ class Case:
     lossless_config: OperatorConfig | None = None
     exact_tolerance: float = 1e-10
     bf16_tolerance: float = 2e-2
-    #: what ``lossless_config`` was called; it works for one version
     exact: dataclasses.InitVar[OperatorConfig | None] = None
 
     def __post_init__(self, exact: OperatorConfig | None) -> None:

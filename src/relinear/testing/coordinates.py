@@ -24,7 +24,9 @@ _Run = dict[str, list[tuple[float, float]]]
 class Coordinates:
     """Hold root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
 
-    scale: of the activation; None if training diverged. change: of its difference since initialisation.
+    Attributes:
+        scale: of the activation; None if training diverged.
+        change: of its difference since initialisation.
     """
 
     scale: list[list[float | None]]

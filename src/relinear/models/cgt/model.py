@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, initialization
+from transformers import AutoModel, AutoModelForCausalLM, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
@@ -36,7 +36,7 @@ _PASSED_ON = frozenset(
 class CGTOutput(ModelOutput):
     """Hold the output of a CGT; fields that were not requested are None.
 
-    Args:
+    Attributes:
         loss: scalar, if labels or targets were given.
         logits: (B, T, V), or the predictions (B, T, F) of a regression model.
         last_hidden_state: (B, T, D), of the bare model.
@@ -44,7 +44,8 @@ class CGTOutput(ModelOutput):
         context: (B, T, E), the y computed for each token (its mean in the VAE variant); None if it was given.
         context_log_variance: (B, T, E), of the VAE variant.
         context_sample: (B, T, E), the y that the VAE variant samples in training and the upper layers read.
-        hidden_states, attentions: as in GPT-2, of the x stream.
+        hidden_states: as in GPT-2, of the x stream.
+        attentions: as in GPT-2, of the x stream.
     """
 
     loss: Tensor | None = None
@@ -68,20 +69,6 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
         "hidden_states": OutputRecorder(CGTBlock, index=0),
         "attentions": OutputRecorder(CGTBlock, index=2),
     }
-
-    def __init__(self, config: CGTConfig, *args: Any, **kwargs: Any):
-        if not isinstance(config, CGTConfig):
-            got = type(config).__name__ if isinstance(config, PreTrainedConfig) else quoted(config)
-            raise ValueError(f"{type(self).__name__} takes a relinear.CGTConfig, got {got}")
-        super().__init__(config, *args, **kwargs)
-
-    def _get_resized_embeddings(self, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
-        if old_embeddings is None:
-            raise ValueError(
-                f"{type(self).__name__} reads vectors of {self.config.input_features} features and has no embedding of "
-                "tokens to resize; a CGTForCausalLM has one"
-            )
-        return super()._get_resized_embeddings(old_embeddings, *args, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For custom code transformers skips modules without direct parameters, and with them GPT-2's scaling of c_proj.
@@ -324,8 +311,8 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
         config: sizes and settings; ``input_features`` must be None.
 
     Raises:
-        ValueError: if ``config`` is not a ``CGTConfig`` or has ``input_features``. A call raises it for an unknown
-            argument, a shape that does not fit, or a cache without y if y has to be computed.
+        ValueError: if ``config`` has ``input_features``. A call raises it for an unknown argument, a shape that does
+            not fit, or a cache without y if y has to be computed.
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
@@ -409,8 +396,8 @@ class CGTForRegression(_CGTWithHead):
         config: sizes and settings, including ``input_features`` and ``output_features``.
 
     Raises:
-        ValueError: if ``config`` is not a ``CGTConfig`` or lacks one of the two. A call raises it for an unknown
-            argument or a shape that does not fit.
+        ValueError: if ``config`` lacks one of the two. A call raises it for an unknown argument or a shape that does
+            not fit.
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}

@@ -103,32 +103,32 @@ def _readout_factor(model: Any) -> float:
 def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
     if (prefix_ids is None) == (context is None):
         raise ValueError("give either prefix_ids or context, not both and not neither")
-    name, value = ("prefix_ids", prefix_ids) if context is None else ("context", context)
-    try:
-        values = torch.as_tensor(value, device=model.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be numbers, got {quoted(value)}; encode a text with the tokenizer") from error
-    if context is None and isinstance(model, CGTForRegression):
-        vectors = values[None] if values.ndim == 2 else values
-        if vectors.ndim != 3 or len(vectors) != 1 or not 1 <= vectors.shape[1] <= model.config.n_positions:
-            most = f"at most {model.config.n_positions} vectors"
-            raise ValueError(
-                f"prefix_ids must be {most} of one sequence, (T, F) or (1, T, F), got {tuple(values.shape)}"
-            )
-        return model.context(vectors)[0, -1]
-    shape, size, config = tuple(values.shape), values.numel(), model.config
-    if not size or shape not in ((size,), (1, size)):
-        raise ValueError(f"{name} must be one row of numbers, (N,) or (1, N), got shape {shape}")
     if context is not None:
-        if size != config.context_size:
-            raise ValueError(f"context must have {config.context_size} values, got {size}")
-        return values.reshape(-1)
-    whole = not values.is_floating_point() and values.dtype != torch.bool
-    if not whole or not 0 <= values.min() <= values.max() < config.vocab_size:
-        raise ValueError(f"prefix_ids must be whole numbers below vocab_size={config.vocab_size}, got {quoted(value)}")
-    if size > config.n_positions:
-        raise ValueError(f"the prefix has {size} tokens, the model reads at most n_positions={config.n_positions}")
-    return model.context(values.reshape(1, -1).long())[0, -1]
+        y, size = torch.as_tensor(context, device=model.device), model.config.context_size
+        if y.shape not in ((size,), (1, size)):
+            raise ValueError(f"context must have shape ({size},) or (1, {size}), got {tuple(y.shape)}")
+        return y.reshape(-1)
+    if isinstance(model, CGTForRegression):
+        vectors = torch.as_tensor(prefix_ids, device=model.device)
+        if vectors.ndim not in (2, 3) or not vectors.numel() or vectors.shape[:-2] not in ((), (1,)):
+            shape = tuple(vectors.shape)
+            raise ValueError(f"prefix_ids must be vectors of one sequence, (T, F) or (1, T, F), got shape {shape}")
+        return model.context(vectors.reshape(1, *vectors.shape[-2:]))[0, -1]
+    return model.context(_token_ids(model, prefix_ids))[0, -1]
+
+
+def _token_ids(model: Any, prefix_ids: Any) -> Tensor:
+    """Return the prefix as (1, T). Raises ValueError if it is not one row of token ids."""
+    try:
+        ids = torch.as_tensor(prefix_ids, device=model.device)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    is_row = ids.numel() > 0 and ids.shape in ((ids.numel(),), (1, ids.numel()))
+    is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    if not (is_row and is_whole and 0 <= ids.min() <= ids.max() < model.config.vocab_size):
+        below = f"whole numbers below vocab_size={model.config.vocab_size}"
+        raise ValueError(f"prefix_ids must be {below}, (T,) or (1, T), got {quoted(prefix_ids)}")
+    return ids.reshape(1, -1).long()
 
 
 def _stock_state(model: Any) -> dict[str, Tensor]:
