@@ -112,11 +112,12 @@ def test_report_probes_each_place_with_samples_held_out(samples):
     model, data = make_cgt(vocab_size=16, n_positions=samples.task.length), DataSettings(data=DATA)
     ids = tokens_of(HeldOutText(data, 60), None)
     subject = Subject(model, ids, data=data)
-    assert torch.equal(ids, subject.samples.batch(range(60))["input_ids"])
+    drawn = subject.samples_of(ArithmeticTask)
+    assert torch.equal(ids, drawn.batch(range(60))["input_ids"])
     numbers = cgt_arithmetic.run(subject)
     assert set(numbers["accuracy"]) == {"dynamic", "specialized", "specialized_ctx", "another"}
     read = cgt_arithmetic.probe_features(model.context(ids), samples.task).double().reshape(120, -1).numpy()
-    hidden = np.concatenate([subject.samples.draw(index)["coefficients"] for index in range(60)])
+    hidden = np.concatenate([drawn.draw(index)["coefficients"] for index in range(60)])
     x = (read - read[:60].mean(0)) / read[:60].std(0, ddof=1)
     t = (hidden - hidden[:60].mean(0)) / hidden[:60].std(0, ddof=1)
     fitted = np.linalg.lstsq(np.r_[x[:60], np.sqrt(0.06) * np.eye(12)], np.r_[t[:60], np.zeros((12, 2))], rcond=None)[0]

@@ -231,7 +231,8 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 def find_model(name: str, *, presets: bool = True) -> str:
     """Return the model's source, from ``locate_model``; raise for a damaged directory, or a Hub name while offline."""
     from relinear.data.sources import hub_in_reach
-    from relinear.models import is_cached, locate_model, missing_directory_message
+    from relinear.hf.model_source import is_cached, missing_directory_message
+    from relinear.models import locate_model
     from relinear.surgery.checkpoint import check_files
 
     source = locate_model(name, presets=presets)

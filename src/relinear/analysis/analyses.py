@@ -20,7 +20,7 @@ from torch import Tensor
 from relinear.contract import plugins
 from relinear.contract.messages import did_you_mean
 from relinear.data import DataSettings, iter_texts
-from relinear.data.tasks import MixtureTask, Samples, task_of
+from relinear.data.tasks import MixtureTask, Samples, Task, task_of
 from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row
 from relinear.pages.matplotlib_figures import save_panels
@@ -59,11 +59,11 @@ class Subject:
     data: DataSettings | None = None
     folder: Path | None = None
 
-    @property
-    def samples(self) -> Samples | None:
-        """Return the task's samples from which ``ids`` come, with their hidden values; None if ``ids`` are text."""
-        if self.data is None or isinstance(task_of(self.data.data), MixtureTask | None):
-            return None
+    def samples_of(self, task: type[Task]) -> Samples:
+        """Return the samples of ``task`` from which ``ids`` come. Raises ValueError if they come from other data."""
+        if self.data is None or not isinstance(task_of(self.data.data), task):
+            source = f"{task.kind.replace('_', '-')}:..."
+            raise ValueError(f"this analysis needs samples of the task that the model knows: --data {source}")
         return unseen_samples(self.data, len(self.ids))
 
     @property

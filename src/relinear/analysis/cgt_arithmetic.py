@@ -195,9 +195,8 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> dict[str, Any]:
     """Return the rows of Table 1: accuracies, variation of y (Eq. 4) and errors of linear probes."""
-    samples, model, ids = subject.samples, subject.model, subject.ids
-    if samples is None or not isinstance(task := samples.task, ArithmeticTask):
-        raise ValueError("cgt_arithmetic needs samples of the task that the model knows: --data cgt-arithmetic:...")
+    samples, model, ids = subject.samples_of(ArithmeticTask), subject.model, subject.ids
+    task = samples.task
     accuracy = answer_accuracy(model, task, ids)
     numbers: dict[str, Any] = {
         "accuracy": {

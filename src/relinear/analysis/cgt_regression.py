@@ -71,9 +71,7 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> dict[str, Any]:
     """Return the errors of the model and of ridge regression."""
-    samples = subject.samples
-    if samples is None or not isinstance(samples.task, RegressionTask):
-        raise ValueError("cgt_regression needs samples of the task that the model knows: --data cgt-regression:...")
+    samples = subject.samples_of(RegressionTask)
     after = [k for k in FREEZE_AFTER if k < samples.task.pairs] if subject.model.config.modulated else []
     error = regression_errors(subject.model, samples, after)
     errors = {name: values.tolist() for name, values in error.items()}

@@ -1,7 +1,5 @@
 """Models: presets, which are named sizes of stock Hugging Face models, and the Contextually Guided Transformer."""
 
-from relinear.hf.model_source import is_cached as is_cached
-from relinear.hf.model_source import missing_directory_message as missing_directory_message
 from relinear.models.heads import HeadBias as HeadBias
 from relinear.models.heads import ReadoutScale as ReadoutScale
 from relinear.models.presets import draw_as_torch_ as draw_as_torch_

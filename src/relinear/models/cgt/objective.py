@@ -95,7 +95,6 @@ def auxiliary_loss(
     *,
     horizon: int | None = None,
     positions: Literal["restart", "continue"] = "restart",
-    **kwargs: Any,
 ) -> Tensor:
     """Return L_aux: the loss on the rest of each sequence, with y frozen at the end of its prefix (CGT, Section 3.2).
 
@@ -110,14 +109,12 @@ def auxiliary_loss(
         splits: (B,), from ``draw_splits``.
         horizon: Delta, or None for the whole rest.
         positions: whether positions in the rest restart from 0, as in a specialised model by default, or continue.
-        kwargs: for the model (``num_items_in_batch``).
     """
     rest, source = rest_of(batch, splits, horizon)
     rows = torch.arange(len(splits), device=splits.device)
-    frozen = context[rows, splits - 1]
-    if positions == "continue":
-        kwargs["position_ids"] = source.clamp(max=next(iter(batch.values())).shape[1] - 1)
-    return model(**rest, frozen_context=frozen, use_cache=False, **kwargs).loss
+    last = next(iter(batch.values())).shape[1] - 1
+    ids = source.clamp(max=last) if positions == "continue" else None
+    return model(**rest, frozen_context=context[rows, splits - 1], position_ids=ids, use_cache=False).loss
 
 
 def real_positions(batch: Mapping[str, Tensor]) -> Tensor | None:
@@ -200,15 +197,13 @@ class CGTObjective(ObjectiveConfig):
         """Return the objective itself, for a model that has a context.
 
         Raises:
-            ValueError: if ``model`` is not a CGT, or ``kl`` is asked of one that is not variational.
+            ValueError: if ``model`` is not a CGT.
         """
         if not hasattr(model, "context"):
             raise ValueError(
                 f"the cgt objective trains a CGT, got {type(model).__name__}; save a relinear.CGTForCausalLM and give "
                 "its directory as the model"
             )
-        if self.kl and not model.config.variational:
-            raise ValueError("kl needs the variance of y: build the model with variational=True")
         return self
 
     def prior(self, length: int) -> Tensor:
@@ -232,10 +227,9 @@ class CGTObjective(ObjectiveConfig):
         length = context.shape[1]
         terms: dict[str, Tensor] = {}
         if self.continuity or self.decorrelation:
-            shape = self.profile
-            weights = (
-                losses.kernel_profile(self.prior(length)) if shape == "kernel" else losses.profile(shape, length)
-            ).to(context.device)
+            by_kernel = self.profile == "kernel"
+            weights = losses.kernel_profile(self.prior(length)) if by_kernel else losses.profile(self.profile, length)
+            weights = weights.to(context.device)
             if self.continuity:
                 terms["continuity"] = self.continuity * losses.continuity(context, weights, real=real, shares=shares)
             if self.decorrelation:
@@ -262,13 +256,8 @@ class CGTObjective(ObjectiveConfig):
         if self.eta < 1:
             sample = output.context_sample if self.aux_context == "sample" else None
             y = output.context if sample is None else sample
-            splits = draw_splits(
-                *y.shape[:2],
-                horizon=self.horizon,
-                allowed=self.splits,
-                shared=self.shared_split,
-                device=y.device,
-            )
+            options: dict[str, Any] = {"horizon": self.horizon, "allowed": self.splits, "shared": self.shared_split}
+            splits = draw_splits(*y.shape[:2], **options, device=y.device)
             aux = auxiliary_loss(model, batch, y, splits, horizon=self.horizon, positions=self.positions)
             terms["aux"] = (1 - self.eta) * aux
         terms |= self.regularizers(output.context, output.context_log_variance, batch)
