@@ -121,20 +121,20 @@ def check_causality(
         unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
         if unstable is not None:
             raise ValueError(f"{unstable!r} gives different outputs for equal inputs in eval mode: nothing to compare")
-        earliest: tuple[int, int, int, float] | None = None  # rank of the module, position, source, difference
+        leaks: list[tuple[int, int, int, float]] = []  # rank of the module, position, source, difference
         for source in range(1, length):
             changed = _outputs(model, torch.cat([inputs[:, :source], changed_inputs[:, source:]], dim=1))
             for rank, (name, value) in enumerate(expected.items()):
                 change = _change(value, changed[name])[:source]
                 if change.max() > tolerance:
                     position = int((change > tolerance).nonzero()[0])
-                    leak = (rank, position, source, float(change.max()))
-                    earliest = leak if earliest is None else min(earliest, leak)
+                    leaks.append((rank, position, source, float(change.max())))
                     break
-    if earliest is None:
+    if not leaks:
         return CausalityReport(length, len(expected))
-    name = list(expected)[earliest[0]]
-    report = CausalityReport(length, len(expected), name, layer_finder(model)(name), *earliest[1:])
+    rank, position, source, difference = min(leaks)
+    name = list(expected)[rank]
+    report = CausalityReport(length, len(expected), name, layer_finder(model)(name), position, source, difference)
     if raises:
         raise CausalityError(report)
     return report

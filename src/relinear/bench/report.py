@@ -48,9 +48,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     head = ["layer", "shape", "dtype", "mode", "pass", "tokens", "time / dense", "quartiles"]
     table_rows = []
     for row in rows:
-        low, high = row.get("ratio_low"), row.get("ratio_high")
-        ratio = row.get("ratio")
-        failed = "not timed" if row.get("error") else "–"
+        ratio, timed = row.get("ratio"), ("not timed", "–")
+        if ratio is not None:
+            timed = (f"{ratio:.3f}", f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}")
         cells = [
             row["contender"],
             f"{row['in_features']} → {row['out_features']}",
@@ -58,8 +58,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["mode"],
             row["phase"],
             Cell(f"{row['tokens']:,}", row["tokens"]),
-            Cell(failed if ratio is None else f"{ratio:.3f}", ratio, title=row.get("error") or ""),
-            Cell("–" if low is None or high is None else f"{low:.3f} to {high:.3f}", low),
+            Cell(timed[0], ratio, title=row.get("error") or ""),
+            Cell(timed[1], row.get("ratio_low")),
         ]
         table_rows.append(Row(cells, row["contender"]))
     return Table(head, table_rows, (0, 1, 2, 3, 4))

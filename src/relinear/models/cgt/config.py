@@ -114,20 +114,10 @@ class CGTConfig(GPT2Config):
                 f"input_features={self.input_features} cannot be padded to the x stream's n_embd={self.n_embd}; make "
                 'n_embd at least as large, or use vector_input="learned"'
             )
-        check_value("context_layer", self.context_layer, Annotated[int, IntRange(0)])
-        if self.context_layer >= self.n_layer:
-            raise ValueError(
-                f"context_layer={self.context_layer} leaves no layer to modulate in a model of n_layer={self.n_layer}; "
-                f"choose at most {self.n_layer - 1}"
-            )
+        check_value("context_layer", self.context_layer, Annotated[int, IntRange(0, self.n_layer - 1)])
         for heads, size in (("n_head", "n_embd"), ("context_heads", "context_size")):
             if getattr(self, size) % getattr(self, heads):
-                raise ValueError(
-                    f"{heads}={getattr(self, heads)} does not divide {size}={getattr(self, size)}; "
-                    "every head takes an equal part of the stream"
-                )
-        if self.add_cross_attention:
-            raise ValueError("a CGT has no cross-attention; leave add_cross_attention at False")
+                raise ValueError(f"{heads}={getattr(self, heads)} does not divide {size}={getattr(self, size)}")
         super().__post_init__(**kwargs)
 
 
