@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "distill": _MODEL | {"surgery", "data", "evaluate", "pages", "system"},
     "training": _MODEL | {"surgery", "models", "data", "evaluate", "pages", "system"},
     "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "training", "pages", "system"},
-    "analysis": _MODEL | {"clifford", "surgery", "data", "models", "training", "pages", "system"},
+    "analysis": _MODEL | {"clifford", "surgery", "data", "models", "evaluate", "training", "pages", "system"},
     "explore": _MODEL | {"surgery", "data", "models", "analysis", "pages", "system"},
     "compare": _MODEL | {"surgery", "models", "data", "training", "distill", "analysis", "evaluate", "pages", "system"},
 }
