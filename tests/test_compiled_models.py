@@ -239,7 +239,8 @@ def test_benchmarked_models_have_no_graph_break(phase, monkeypatch):
     monkeypatch.setattr(bench_file, "through_compiler", lambda model, how: compiled(model, how, backend="aot_eager"))
     graphs, sizes = Graphs(), {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 96, "n_positions": 512}
     settings = ModelBenchSettings(preset="gpt2-ccl-64", rounds=1)
-    found = bench_models(settings, {}, phase, 1, compiled=True, new_tokens=4, overrides=sizes)
+    monkeypatch.setattr(bench_file, "from_preset", functools.partial(relinear.from_preset, **sizes))
+    found = bench_models(settings, {}, phase, 1, compiled=True, new_tokens=4)
     graphs.count()
     graphs.check()
     assert found[0]["compiled"]

@@ -118,7 +118,7 @@ def test_head_bias_grows_with_the_vocabulary():
 
 def test_head_bias_refuses_what_it_cannot_do(tiny_gpt2):
     apply_attachment_(tiny_gpt2, HeadBias())
-    with pytest.raises(ValueError, match="bias already"):
+    with pytest.raises(ValueError, match="without a bias"):
         apply_attachment_(tiny_gpt2, HeadBias())
     with pytest.raises(ValueError, match="output head"):
         apply_attachment_(torch.nn.Linear(2, 2), HeadBias())

@@ -82,7 +82,6 @@ def bench_models(
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     new_tokens: int = 32,
-    overrides: Mapping[str, Any] | None = None,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
     """Time the stock model of a preset and variants of it, taking turns in this process.
@@ -95,7 +94,6 @@ def bench_models(
         dtype: see the settings.
         compiled: whether the mode is "compiled".
         new_tokens: tokens to generate for "decode".
-        overrides: fields of the preset's config to change.
         on_round: called between rounds with how many are done.
 
     Returns:
@@ -109,7 +107,7 @@ def bench_models(
     with contextlib.ExitStack() as stack:
         for name, mapping in {"dense": {}, **variants}.items():
             torch.manual_seed(0)
-            model = from_preset(settings.preset, **(overrides or {}))
+            model = from_preset(settings.preset)
             if mapping:
                 replace_(model, mapping, init="fresh")
                 _attach_contexts(model)

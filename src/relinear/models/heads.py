@@ -33,15 +33,10 @@ class HeadBias(_OnHead):
     kind: ClassVar[str] = "head_bias"
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError if ``model`` has no plain linear output head, or one that has a bias already."""
+        """Raise ValueError if the output head of ``model`` is no plain linear layer, or has a bias already."""
         head = output_head(model)
-        if type(head) is not nn.Linear:
-            raise ValueError(
-                f"head_bias needs a model whose output head is an nn.Linear; {type(model).__name__} has "
-                f"{'none' if head is None else type(head).__name__}"
-            )
-        if head.bias is not None:
-            raise ValueError(f"the output head of {type(model).__name__} has a bias already")
+        if type(head) is not nn.Linear or head.bias is not None:
+            raise ValueError(f"head_bias needs an output head that is an nn.Linear without a bias, got {head}")
 
     def attach(self, model: nn.Module) -> None:
         """Register ``bias`` (vocabulary,) on the head, on the weight's device and in its dtype."""
@@ -73,10 +68,8 @@ class ReadoutScale(_OnHead):
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has no output head, or one that is scaled already."""
         head = output_head(model)
-        if head is None:
-            raise ValueError(f"readout_scale needs a model with an output head; {type(model).__name__} has none")
-        if hasattr(head, SCALE):
-            raise ValueError(f"the output head of {type(model).__name__} is scaled already")
+        if head is None or hasattr(head, SCALE):
+            raise ValueError(f"readout_scale needs an output head that is not scaled already, got {head}")
 
     def attach(self, model: nn.Module) -> None:
         """Register the factor and the hook on the head."""

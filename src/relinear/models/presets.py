@@ -44,8 +44,9 @@ def _llama(width: int, mlp: int, layers: int, heads: int, vocabulary: int, posit
     return _Preset("llama", settings)
 
 
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 #: settings of all of the CGT paper's models (Appendix B.2), which does not state the heads of the text models
-_CGT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu_pytorch_tanh"}
+_CGT = _NO_DROPOUT | {"activation_function": "gelu_pytorch_tanh"}
 
 
 def _cgt(
@@ -66,12 +67,9 @@ def _gpt2_ccl(width: int, heads: int) -> _Preset:
         "n_embd": width,
         "n_layer": 6,
         "n_head": heads,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
         "tie_word_embeddings": False,
     }
-    return _Preset("gpt2", settings, (HeadBias(),))
+    return _Preset("gpt2", settings | _NO_DROPOUT, (HeadBias(),))
 
 
 #: larger values are mistakes; checked before anything is built, as layers take time and memory even without weights
