@@ -225,7 +225,7 @@ def test_a_tied_preset_gets_the_factor():
     assert float(model.model.embed_tokens.weight.std().detach()) == pytest.approx(0.02, rel=0.05)
     with pytest.raises(ValueError, match="factor must be above 0"):
         ReadoutScale(factor=0.0)
-    with pytest.raises(ValueError, match="scaled already"):
+    with pytest.raises(ValueError, match="not scaled already"):
         attach_(model, ReadoutScale(factor=0.5))
 
 
