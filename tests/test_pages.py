@@ -452,9 +452,9 @@ def test_what_is_pointed_at_is_said(opened) -> None:
     box = chart.locator(":scope > svg").bounding_box()
     for share in range(5, 100, 2):
         view.mouse.move(box["x"] + share / 100 * box["width"], box["y"] + share / 100 * box["height"])
-        if chart.locator(".said:visible").count():
+        if chart.locator(".tooltip:visible").count():
             break
-    assert chart.locator(".said:visible").inner_text().strip()
+    assert chart.locator(".tooltip:visible").inner_text().strip()
     view.mouse.move(0, 0)
     assert wrong == []
 

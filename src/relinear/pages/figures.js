@@ -29,28 +29,28 @@ function short(value) {
   return `${+value.toPrecision(4)}`;
 }
 // an axis: where a value lies between 0 and 1, and its ticks
-function axisOf(given, values, most, rows) {
+function axisOf(axis, values, most, rows) {
   if (rows) return {at: (name) => (rows.indexOf(name) + 0.5) / rows.length, ticks: rows.map((name) => [name, name])};
-  const found = values.filter((value) => Number.isFinite(value) && !(given.log && value <= 0));
-  const turn = given.log ? Math.log10 : (value) => value;
-  let [low, high] = given.bounds || [Math.min(...found), Math.max(...found)];
-  if (given.from_zero) [low, high] = [Math.min(0, low), Math.max(0, high)];
-  if (!found.length && !given.bounds) [low, high] = [given.log ? 0.1 : 0, 1];
+  const finite = values.filter((value) => Number.isFinite(value) && !(axis.log && value <= 0));
+  const turn = axis.log ? Math.log10 : (value) => value;
+  let [low, high] = axis.bounds || [Math.min(...finite), Math.max(...finite)];
+  if (axis.from_zero) [low, high] = [Math.min(0, low), Math.max(0, high)];
+  if (!finite.length && !axis.bounds) [low, high] = [axis.log ? 0.1 : 0, 1];
   [low, high] = [turn(low), turn(high)];
   if (!(high > low)) [low, high] = [low - (Math.abs(low) * 0.05 || 0.5), high + (Math.abs(high) * 0.05 || 0.5)];
-  if (!given.bounds) {
+  if (!axis.bounds) {
     const margin = 0.05 * (high - low);
-    [low, high] = [given.from_zero && low === 0 ? low : low - margin, high + margin];
+    [low, high] = [axis.from_zero && low === 0 ? low : low - margin, high + margin];
   }
-  let ticks = Object.entries(given.ticks || {}).map(([value, text]) => [Number(value), text]).sort((a, b) => a[0] - b[0]);
-  const decades = given.log ? high - low : 0;
-  if (!given.ticks && decades > 0.5) {
+  let ticks = Object.entries(axis.ticks || {}).map(([value, text]) => [Number(value), text]).sort((a, b) => a[0] - b[0]);
+  const decades = axis.log ? high - low : 0;
+  if (!axis.ticks && decades > 0.5) {
     for (let power = Math.floor(low); power <= high; power++) {
       for (const digit of decades < 1.2 ? [1, 1.5, 2, 3, 5, 7] : decades < 3 ? [1, 2, 5] : [1]) ticks.push(digit * 10 ** power);
     }
     ticks = ticks.map((value) => [value, Math.abs(Math.log10(value)) > 4 ? value.toExponential() : short(value)]);
-  } else if (!given.ticks) {
-    const [from, to] = given.log ? [10 ** low, 10 ** high] : [low, high], rough = (to - from) / most, size = 10 ** Math.floor(Math.log10(rough));
+  } else if (!axis.ticks) {
+    const [from, to] = axis.log ? [10 ** low, 10 ** high] : [low, high], rough = (to - from) / most, size = 10 ** Math.floor(Math.log10(rough));
     const step = size * [1, 2, 5, 10].find((factor) => size * factor >= rough * 0.999);
     for (let n = Math.ceil(from / step - 1e-9); n * step <= to + 1e-9 * step; n++) ticks.push([n * step, short(+(n * step).toPrecision(12))]);
   }
@@ -68,10 +68,10 @@ function thinned(labels, size) {
   });
 }
 function spread(places, gap, low, high) {
-  const order = places.map((_, i) => i).sort((a, b) => places[a] - places[b]), found = [...places];
-  order.forEach((i, n) => { if (n) found[i] = Math.max(found[i], found[order[n - 1]] + gap); });
-  for (let n = order.length - 1, top = high; n >= 0; n--, top = found[order[n + 1]] - gap) found[order[n]] = Math.min(found[order[n]], top);
-  return found.map((place) => Math.max(place, low));
+  const order = places.map((_, i) => i).sort((a, b) => places[a] - places[b]), moved = [...places];
+  order.forEach((i, n) => { if (n) moved[i] = Math.max(moved[i], moved[order[n - 1]] + gap); });
+  for (let n = order.length - 1, top = high; n >= 0; n--, top = moved[order[n + 1]] - gap) moved[order[n]] = Math.min(moved[order[n]], top);
+  return moved.map((place) => Math.max(place, low));
 }
 function colorOf(scale, share) {
   const place = Math.min(Math.max(share, 0), 1) * (scale.length - 1), i = Math.min(Math.floor(place), scale.length - 2);
@@ -80,33 +80,33 @@ function colorOf(scale, share) {
     return Math.round(a + (place - i) * (b - a));
   });
 }
-// what is nearest to the pointer is said beside it
-function pointing(place, svg, nearest) {
-  const said = document.createElement("div"), ring = element("circle", {r: 7, class: "ring", visibility: "hidden"}, svg);
-  said.className = "said";
-  said.hidden = true;
-  place.append(said);
-  const away = () => { said.hidden = true; ring.setAttribute("visibility", "hidden"); };
+// a tooltip with the text of what is nearest to the pointer
+function addTooltip(place, svg, nearest) {
+  const tooltip = document.createElement("div"), ring = element("circle", {r: 7, class: "ring", visibility: "hidden"}, svg);
+  tooltip.className = "tooltip";
+  tooltip.hidden = true;
+  place.append(tooltip);
+  const hide = () => { tooltip.hidden = true; ring.setAttribute("visibility", "hidden"); };
   svg.addEventListener("pointermove", (event) => {
     const frame = svg.getBoundingClientRect(), spot = nearest(event.clientX - frame.left, event.clientY - frame.top);
-    if (!spot) return away();
-    said.textContent = spot.text;
-    said.hidden = false;
-    said.style.left = `${Math.max(0, Math.min(spot.x + 12, place.clientWidth - said.offsetWidth))}px`;
-    said.style.top = `${spot.y > said.offsetHeight + 12 ? spot.y - said.offsetHeight - 10 : spot.y + 14}px`;
+    if (!spot) return hide();
+    tooltip.textContent = spot.text;
+    tooltip.hidden = false;
+    tooltip.style.left = `${Math.max(0, Math.min(spot.x + 12, place.clientWidth - tooltip.offsetWidth))}px`;
+    tooltip.style.top = `${spot.y > tooltip.offsetHeight + 12 ? spot.y - tooltip.offsetHeight - 10 : spot.y + 14}px`;
     ring.setAttribute("visibility", spot.ring ? "visible" : "hidden");
     ring.setAttribute("transform", `translate(${spot.x} ${spot.y})`);
   });
-  svg.addEventListener("pointerleave", away);
+  svg.addEventListener("pointerleave", hide);
 }
-function drawn(place, off, shade, alone) {
+function drawPanel(place, off, shade, alone) {
   const panel = JSON.parse(place.dataset.figure), width = place.clientWidth, narrow = width < 560, size = narrow ? 12 : 13;
   const height = printing ? Math.min(place.dataset.height, 340) : narrow ? Math.min(place.dataset.height, 360) : Number(place.dataset.height);
   place.replaceChildren();
   if (width < 60) return;
   const svg = element("svg", {width, height, viewBox: `0 0 ${width} ${height}`, "font-size": size, "aria-hidden": "true"}, place);
   const heat = panel.shown.find((one) => one.values);
-  if (heat) return mapped(place, svg, heat, panel, width, height, size);
+  if (heat) return drawHeatMap(place, svg, heat, panel, width, height, size);
   const series = panel.shown.filter((one) => !off.has(one.name)), lines = series.filter((one) => one.mode !== "points");
   const named = panel.shown.filter((one, i) => one.legend && panel.shown.findIndex((other) => other.legend && other.name === one.name) === i);
   const rows = panel.y.rows ? [...new Set(series.flatMap((one) => one.y))] : null;
@@ -126,8 +126,8 @@ function drawn(place, off, shade, alone) {
   if (panel.x.title) text(cut(panel.x.title, box.right - box.left + Math.min(side, 40), size), {x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle", class: "soft"});
   for (const [value, label] of y.ticks) {
     element("line", {x1: box.left, x2: box.right, y1: py(value), y2: py(value), class: "grid"}, svg);
-    const said = text(cut(label, side - 8, size), {x: box.left - 8, y: py(value), dy: ".35em", "text-anchor": "end"});
-    if (rows) element("title", {}, said, label);
+    const tick = text(cut(label, side - 8, size), {x: box.left - 8, y: py(value), dy: ".35em", "text-anchor": "end"});
+    if (rows) element("title", {}, tick, label);
   }
   for (const [at, label] of thinned(x.ticks.map(([value, label]) => [px(value), label]), size)) {
     element("line", {x1: at, x2: at, y1: box.top, y2: box.bottom, class: "grid"}, svg);
@@ -158,9 +158,9 @@ function drawn(place, off, shade, alone) {
     if (one.mode === "steps") element("path", {d: at.map(([a, b], i) => (i ? `H${a}V${b}` : `M${a} ${b}`)).join(""), fill: "none", stroke: color, "stroke-width": 1.2}, group);
     else if (one.mode !== "points" && at.length) element("path", {d: path(at), fill: "none", stroke: color, "stroke-width": 2, "stroke-linejoin": "round"}, group);
     at.forEach(([a, b], i) => {
-      if (one.mode === "line" || one.mode === "points") symbol(group, one, color, a, b);
-      const said = typeof one.texts === "string" ? one.texts : one.texts[i];
-      if (one.mode !== "steps" && b > box.top - 8 && b < box.bottom + 8) spots.push({x: a, y: b, ring: true, text: said || `${one.name}\n${short(one.x[i])}: ${typeof one.y[i] === "number" ? one.y[i].toFixed(4) : one.y[i]}`});
+      if (one.mode === "line" || one.mode === "points") drawMarker(group, one, color, a, b);
+      const words = typeof one.texts === "string" ? one.texts : one.texts[i];
+      if (one.mode !== "steps" && b > box.top - 8 && b < box.bottom + 8) spots.push({x: a, y: b, ring: true, text: words || `${one.name}\n${short(one.x[i])}: ${typeof one.y[i] === "number" ? one.y[i].toFixed(4) : one.y[i]}`});
     });
   }
   const wanted = spread(labelled.map((one) => Math.min(Math.max(py(one.y[one.y.length - 1]), box.top), box.bottom)), size + 3, box.top, box.bottom);
@@ -169,29 +169,29 @@ function drawn(place, off, shade, alone) {
     element("path", {d: `M${a + 5} ${py(one.y[last])}L${box.right + 10} ${wanted[i]}`, stroke: shade(one.color), opacity: 0.5, fill: "none"}, svg);
     text(one.label, {x: box.right + 13, y: wanted[i], dy: ".35em", style: `fill: ${shade(one.color)}`});
   });
-  pointing(place, svg, (a, b) => {
+  addTooltip(place, svg, (a, b) => {
     const away = (spot) => Math.hypot(spot.x - a, spot.y - b), spot = spots.reduce((best, one) => (best && away(best) <= away(one) ? best : one), null);
     return spot && away(spot) < 36 ? spot : null;
   });
-  if (panel.legend && named.length > 1 && !alone && !labelled.length) legend(place, named.filter((one) => !off.has(one.name)), shade);
+  if (panel.legend && named.length > 1 && !alone && !labelled.length) drawLegend(place, named.filter((one) => !off.has(one.name)), shade);
 }
-function symbol(parent, one, color, a, b) {
+function drawMarker(parent, one, color, a, b) {
   const look = one.hollow ? {fill: "none", stroke: color, "stroke-width": 1.6} : {fill: color};
   element("path", {d: shapes[one.number % shapes.length], transform: `translate(${a.toFixed(1)} ${b.toFixed(1)}) scale(${0.5 * one.size})`, "vector-effect": "non-scaling-stroke", ...look}, parent);
 }
-function legend(place, named, shade) {
+function drawLegend(place, named, shade) {
   const list = document.createElement("ul");
   list.className = "legend";
   for (const one of named) {
     const item = document.createElement("li"), mark = element("svg", {width: 26, height: 12}, item), color = shade(one.color);
     if (one.mode !== "points") element("path", {d: "M1 6H25", stroke: color, "stroke-width": 2}, mark);
-    if (one.mode === "line" || one.mode === "points") symbol(mark, {...one, size: Math.min(one.size + 2, 10)}, color, 13, 6);
+    if (one.mode === "line" || one.mode === "points") drawMarker(mark, {...one, size: Math.min(one.size + 2, 10)}, color, 13, 6);
     item.append(` ${one.label || one.name}`);
     list.append(item);
   }
   place.append(list);
 }
-function mapped(place, svg, heat, panel, width, height, size) {
+function drawHeatMap(place, svg, heat, panel, width, height, size) {
   const small = size - 1, [low, high] = heat.bounds, wide = heat.x.length, tall = heat.y.length;
   const side = Math.min(Math.max(...heat.y.map((name) => widthOf(name, small)), 8) + 8, 0.34 * width);
   const box = {left: side, right: width - 4, top: 34, bottom: height - (panel.x.title ? 42 : 24)};
@@ -214,7 +214,7 @@ function mapped(place, svg, heat, panel, width, height, size) {
   scale.forEach((color, i) => element("rect", {x: from + i * 18, y: 8, width: 18, height: 10, fill: color}, svg));
   text(ends[0], {x: box.left, y: 17, class: "soft"});
   text(ends[1], {x: from + scale.length * 18 + 6, y: 17, class: "soft"});
-  pointing(place, svg, (a, b) => {
+  addTooltip(place, svg, (a, b) => {
     const c = Math.floor((a - box.left) / across), r = Math.floor((b - box.top) / down), value = heat.values[r]?.[c];
     return value === undefined ? null : {x: a, y: b, text: `${heat.y[r]}\n${heat.x[c]}: ${value === null ? "–" : value.toFixed(3)}`};
   });
