@@ -11,13 +11,13 @@ from relinear.pages.figures import Panel
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Hold a paragraph or, with one of the flags, something else.
+    """Hold a paragraph, or with a flag a heading, a remark or the page's main result.
 
     Attributes:
         text: the words.
-        heading: it is the heading of what follows.
-        soft: it is a remark.
-        lead: it is the main result of the page.
+        heading: whether it is a heading.
+        soft: whether it is a remark.
+        lead: whether it is the main result.
     """
 
     text: str
