@@ -73,18 +73,13 @@ class ExploredModel:
             raise ValueError(f"the corpus has texts 0 to {len(self.index.ids) - 1}, got {row}")
         return self.tokenizer.decode(self.index.ids[row])
 
-    def positions(self) -> int:
-        """Return the largest number of tokens that the model reads."""
-        return max_positions(self.model) or 1 << 20
-
     def encode(self, text: str, new: int = 0) -> Tensor:
         """Return token ids (T,) of ``text``. Raises ValueError for none, or if they and ``new`` tokens do not fit."""
         ids = encode(self.tokenizer, [text])[0]
-        if ids:
-            ids = [*text_start(self.tokenizer), *ids]
-        room = min(MOST_TOKENS, self.positions() - new)
         if not ids:
             raise ValueError("type some text first")
+        ids = [*text_start(self.tokenizer), *ids]
+        room = min(MOST_TOKENS, (max_positions(self.model) or MOST_TOKENS + new) - new)
         if len(ids) > room:
             raise ValueError(f"the text has {len(ids):,} tokens, there is room for {room:,}; shorten it")
         return torch.tensor(ids)
