@@ -77,7 +77,7 @@ def _most_varying(subject: ExploredModel, count: int) -> list[tuple[str, int]]:
     std = subject.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
     for facts in subject.index.hook_points.values():
-        order = std[facts.start : facts.start + facts.size].sort(descending=True, stable=True).indices[:count].tolist()
+        order = std[facts.rows].sort(descending=True, stable=True).indices[:count].tolist()
         units += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
     units.sort(key=lambda pair: pair[0])  # stable: the hook points in their order
     return [(point, unit) for _, point, unit in units[:count]]

@@ -111,13 +111,11 @@ class ExploredModel:
 
     def units(self, point: str) -> list[dict[str, Any]]:
         """Summarise every unit of a hook point: mean, standard deviation, and the tokens at which it is highest."""
-        facts, tensors = self.index.facts(point), self.index.tensors
-        rows = slice(facts.start, facts.start + facts.size)
-        highest = self._highest_tokens(rows)[:, :3].tolist()
-        means, spreads = tensors["mean"][rows].tolist(), tensors["std"][rows].tolist()
+        rows = self.index.facts(point).rows
+        mean, std = (self.index.tensors[name][rows].tolist() for name in ("mean", "std"))
         return [
-            {"unit": unit, "mean": mean, "std": std, "tokens": self.tokens(token for token in tokens if token >= 0)}
-            for unit, (mean, std, tokens) in enumerate(zip(means, spreads, highest, strict=True))
+            {"unit": unit, "mean": mean[unit], "std": std[unit], "tokens": self.tokens(t for t in tokens if t >= 0)}
+            for unit, tokens in enumerate(self._highest_tokens(rows)[:, :3].tolist())
         ]
 
     def _highest_tokens(self, rows: slice) -> Tensor:
@@ -163,14 +161,13 @@ class ExploredModel:
 
     def color(self, text: str, point: str, unit: int) -> dict[str, Any]:
         """Return a text's tokens with a unit's values, and the units of its hook point furthest from their means."""
-        row = self.index.row(point, unit)
+        self.index.row(point, unit)
         ids = self.encode(text)
         with self.lock:
             values = values_of(self.model, ids, {point: self.points[point]})[point]
-        facts, tensors = self.index.facts(point), self.index.tensors
-        rows = slice(facts.start, facts.start + facts.size)
-        away = (values - tensors["mean"][rows]) / tensors["std"][rows].clamp_min(1e-9)
-        away = away.where(tensors["std"][rows] > 0, torch.zeros(()))
+        facts = self.index.facts(point)
+        mean, std = (self.index.tensors[name][facts.rows] for name in ("mean", "std"))
+        away = ((values - mean) / std.clamp_min(1e-9)).where(std > 0, torch.zeros(()))
         order = away.abs().topk(min(3, facts.size)).indices
         strongest = [
             [{"unit": u, "value": float(values[t, u]), "away": float(away[t, u])} for u in units]
@@ -178,7 +175,7 @@ class ExploredModel:
         ]
         return {
             "tokens": self.tokens(ids.tolist()),
-            "values": values[:, row - facts.start].tolist(),
+            "values": values[:, unit].tolist(),
             "moved": away.abs().mean(1).tolist(),
             "strongest": strongest,
         }

@@ -90,6 +90,10 @@ class HookPointFacts:
     size: int
     start: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Index:
