@@ -178,7 +178,7 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     keys = ["contender", *(field.name for field in fields(TimedCase))]
     merged = []
     for rows in grouped((tuple(row[key] for key in keys), row) for run in runs for row in run).values():
-        ratios = [row.get("ratio") for row in rows]
+        ratios: list[Any] = [row.get("ratio") for row in rows]
         if None in ratios:  # it could not be timed
             merged.append(rows[ratios.index(None)])
             continue
