@@ -63,6 +63,8 @@ def test_a_model_without_operators_loads_as_any_other(bits, tied, tmp_path) -> N
     assert loaded.config.tie_word_embeddings == (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     missed = (loaded.lm_head.weight - model.lm_head.weight).norm() / model.lm_head.weight.norm()
     assert missed < 1.5 / 2**bits  # a range of five deviations, in 2^B steps, each missed by 1 / sqrt(12) of it
+    assert all(parameter.is_contiguous() for parameter in loaded.parameters())
+    relinear.save_pretrained(loaded, tmp_path / "floats")  # transformers views tied weights as flat
 
 
 def test_moments_of_gradients_are_those_of_inputs_and_lower_the_loss_of_rounding() -> None:

@@ -84,7 +84,7 @@ def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     inputs, groups = shape[-1], group_count(shape[-1], GROUP)
     codes, scales, zeros = stored.split([packed_width(inputs, bits), 2 * groups, groups], 1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()  # a view needs contiguity
-    return dequantized(codes, scales, zeros, bits, GROUP, inputs).view(shape)
+    return dequantized(codes, scales, zeros, bits, GROUP, inputs).contiguous().view(shape)
 
 
 def _checkpoint_tensors(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
