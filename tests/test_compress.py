@@ -209,7 +209,7 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(import_module("relinear.compression.run")._Job, "_make", killed)
+        patch.setattr(import_module("relinear.compression.run"), "fit_layers_", killed)
         with pytest.raises(KeyboardInterrupt):
             compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
     assert {name: files()[name] for name in before} == before

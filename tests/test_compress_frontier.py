@@ -13,7 +13,7 @@ from conftest import mostly_slow
 from relinear.compression import compress, evaluation
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
-from relinear.compression.evaluation import observe
+from relinear.compression.evaluation import evaluate
 from relinear.compression.report import write_page
 from relinear.contract.linear_layers import linear_features
 
@@ -64,7 +64,7 @@ def test_repeated_runs_of_four_tokens_are_counted() -> None:
         return torch.cat([ids, torch.stack([(loop, fresh)[at % 2] for at in range(len(ids))])], 1)
 
     model.generate = generate
-    found = observe(model, blocks, passages=6).repeated
+    found = evaluate(model, blocks, passages=6).repeated
     # of 13 runs of the loop 8 are distinct: four in turns, and four that lead out of it
     assert found == pytest.approx((1 - 8 / 13) / 2)
     passages = given[-1]

@@ -124,21 +124,21 @@ def whole_integers(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("stage", mostly_slow(["forward", "candidates", "fit", "judging", "report"], "fit", "report"))
 def test_integers_killed_in_every_stage(stage: str, whole_integers, tmp_path, monkeypatch) -> None:
-    observed: list[int] = []
-    observe = stages.observe
+    evaluated: list[int] = []
+    evaluate = stages.evaluate
 
     def judged(*given, **named):
-        observed.append(1)
-        if len(observed) == 2:  # of the compressed model
+        evaluated.append(1)
+        if len(evaluated) == 2:  # of the compressed model
             raise _Kill
-        return observe(*given, **named)
+        return evaluate(*given, **named)
 
     def reported(*given):
         raise _Kill
 
     with monkeypatch.context() as patch:
         if stage == "judging":
-            patch.setattr(stages, "observe", judged)
+            patch.setattr(stages, "evaluate", judged)
         if stage == "report":
             patch.setattr(stages, "write_page", reported)
         with pytest.raises(_Kill):

@@ -11,7 +11,7 @@ from compress_helpers import SETTINGS, calibrate, moments_of, tiny, tokens
 from conftest import mostly_slow
 from relinear.compression import CompressSettings, compress
 from relinear.compression.corpus import read_corpus, read_elsewhere, with_sampled_text
-from relinear.compression.evaluation import Reading
+from relinear.compression.evaluation import Predictions
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill.record import token_blocks
 from relinear.system.confidence import t_quantile
@@ -227,10 +227,12 @@ def test_intervals_are_student_s() -> None:
         assert t_quantile(freedom) == pytest.approx(wanted, abs=5e-4)
     before, after = torch.tensor([3.0, 2.0, 1.0, 2.0]).double(), torch.tensor([3.2, 2.1, 1.4, 2.1]).double()
     likeliest = torch.zeros(4, 3)
-    found = Reading(after, likeliest).against(Reading(before, likeliest))
+    found = Predictions(after, likeliest).compared_with(Predictions(before, likeliest))
     assert found["nats"] == pytest.approx(0.2)
     assert found["interval"] == pytest.approx(3.18245 * (0.06 / 3) ** 0.5 / 2, rel=1e-5)  # squares of -0, 0.1, 0.2, 0.1
-    assert Reading(after[:1], likeliest[:1]).against(Reading(before[:1], likeliest[:1]))["interval"] is None
+    assert (
+        Predictions(after[:1], likeliest[:1]).compared_with(Predictions(before[:1], likeliest[:1]))["interval"] is None
+    )
 
 
 def test_a_model_that_is_compressed_already_is_refused(tmp_path) -> None:

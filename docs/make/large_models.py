@@ -9,9 +9,9 @@ from estimate import MODELS, llama
 
 from measured import read, table
 from relinear.compression import CompressSettings
-from relinear.compression.readers import READERS, budget_of
+from relinear.compression.file_formats import FILE_FORMATS, budget_of
+from relinear.compression.inputs import linear_layers, tables_of
 from relinear.compression.requirements import disk_bytes, passes
-from relinear.compression.task import linear_layers, tables_of
 from relinear.surgery.summary import summary
 
 __all__ = ["in_page"]
@@ -60,7 +60,7 @@ def _base() -> float:
 def _row(name: str) -> list[str]:
     model, settings = llama(MODELS[name]).half(), CompressSettings()  # weights are stored in half precision
     modules = linear_layers(model) | tables_of(model)
-    file = budget_of(model, modules, settings).limit + READERS["relinear"].remainder(model, None, modules)
+    file = budget_of(model, modules, settings).limit + FILE_FORMATS["relinear"].other_bytes(model, None, modules)
     most, original = disk_bytes(model, settings)
     largest = max(module.weight.numel() for module in modules.values())
     memory = _base() + original + _working() * largest + _moments(MODELS[name])

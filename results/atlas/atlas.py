@@ -21,8 +21,9 @@ from torch import nn
 import relinear
 from relinear.compression import CompressSettings
 from relinear.compression.budget import size_of
+from relinear.compression.calibrate import Calibration
 from relinear.compression.corpus import read_corpus
-from relinear.compression.task import Task, check_compressible, check_ids, linear_layers
+from relinear.compression.inputs import by_decoder_layer, check_compressible, check_ids, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import dense_weight, linear_features
 from relinear.contract.module_state import eval_mode
@@ -52,7 +53,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     for name, module in linear_layers(model).items():
         if (index := find(name)) is not None and (given.layers is None or index in given.layers):
             modules[name] = module
-    task, path = Task(model, modules, counted, given.out), given.out / "atlas.json"
+    by_layer, path = by_decoder_layer(model, modules), given.out / "atlas.json"
     settings = {name: getattr(given, name) for name in ("layers", "shares", "steps", "tokens", "sequence_length")}
     stated = {"operators": [config.to_dict() for config in menu], "settings": settings}
     record = {"model": model_name(model), **stated, **provenance(), "layers": {}}
@@ -63,9 +64,10 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     with eval_mode(model):
         blocks = read_corpus(texts, tokenizer, counted, True).blocks
         check_ids(blocks, model, "the corpus")
-        calibration = SavedStatistics.of(task.calibrate(blocks), given.out / "moments")
+        measured = Calibration(model, blocks, by_layer, given.out / "calibration", counted)
+        calibration = SavedStatistics.of(measured, given.out / "moments")
         record |= {"tokens": calibration.tokens, "loss": calibration.loss}
-        for depth, group in task.by_layer.items():
+        for depth, group in by_layer.items():
             for name, module in group.items():
                 if name not in record["layers"] and calibration.counts[name] >= linear_features(module)[0]:
                     moments = calibration.moments(name)

@@ -17,7 +17,7 @@ import torch
 import relinear
 from relinear.compression import CompressSettings
 from relinear.compression.corpus import read_elsewhere
-from relinear.compression.evaluation import read
+from relinear.compression.evaluation import predict
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import dense_weight, linear_features, linear_of
 from relinear.contract.operator import OperatorConfig
@@ -44,7 +44,7 @@ def main() -> None:
     judged = CompressSettings(sequence_length=256, evaluation_tokens=given.windows * 256)
     texts = {"": iter_texts(DataSettings(data=given.data), "validation")}
     ids = read_elsewhere(texts, load_tokenizer(given.model), judged)[""]
-    original = read(model, ids)
+    original = predict(model, ids)
     there = [
         (n, kind) for n, layer in record["layers"].items() for kind, points in layer["operators"].items() if points
     ]
@@ -57,7 +57,7 @@ def main() -> None:
         single = CalibrationStatistics(moments.inputs.float(), moments.outputs.float())
         operator.fit_to_calibration_(linear_of(weight), single, steps=record["settings"]["steps"])
         layer.weight.copy_(operator.to_dense())
-        found = read(model, ids).against(original)
+        found = predict(model, ids).compared_with(original)
         layer.weight.copy_(weight)
         row = {
             "layer": name,

@@ -43,10 +43,11 @@ import relinear
 from caldera import FACTOR_BITS, caldera
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import stored_bytes
+from relinear.compression.calibrate import Calibration
 from relinear.compression.corpus import read_corpus, read_elsewhere
-from relinear.compression.evaluation import Reading, observe
+from relinear.compression.evaluation import Predictions, evaluate
+from relinear.compression.inputs import by_decoder_layer, linear_layers
 from relinear.compression.layerwise import LayerByLayer
-from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.module_state import round_to_half_
 from relinear.contract.operator import Operator, dense_weight, linear_features
@@ -199,15 +200,15 @@ def main() -> None:
     base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False, "self_sampled": False}
     layers_alone = {"tokenizer": tokenizer, "exclude": ("embed_tokens", "lm_head")}  # rows count neither
 
-    def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
+    def seen(model: nn.Module) -> tuple[dict[str, Predictions], dict[str, float | None]]:
         first, *others = windows
-        found = observe(model, windows[first], elsewhere={n: windows[n] for n in others}, passages=given.passages)
+        found = evaluate(model, windows[first], elsewhere={n: windows[n] for n in others}, passages=given.passages)
         words = (
             {}
             if given.lambada is None
             else {"lambada": lambada(model, tokenizer, given.lambada, max_examples=500).accuracy}
         )
-        return {first: found.reading, **found.elsewhere}, {"repeated": found.repeated, **words}
+        return {first: found.predictions, **found.elsewhere}, {"repeated": found.repeated, **words}
 
     def write(values: dict) -> None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -222,17 +223,21 @@ def main() -> None:
     corpus = read_corpus(corpora, tokenizer, settings, plan_only=True)
     blocks = corpus.blocks
     state.mkdir(parents=True, exist_ok=True)
-    task = Task(model, linear_layers(model), settings, state)
+    layers = linear_layers(model)
     unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, *ALONE) for row in given.rows)
-    calibration = None if unseen else SavedStatistics.of(task.calibrate(blocks, corpus.kinds), state / "moments")
-    names = list(task.modules)
+    calibration = None
+    if not unseen:
+        in_layers, folder = by_decoder_layer(model, layers), state / "calibration"
+        measured = Calibration(model, blocks, in_layers, folder, settings, corpus.kinds)
+        calibration = SavedStatistics.of(measured, state / "moments")
+    names = list(layers)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}
     done = {row["row"] for row in written if about.items() <= row.items()}
     about |= {"windows": given.windows, "window": given.window, "tokens": given.tokens}
     kept = state / f"original-{'-'.join(windows)}-{given.windows}x{given.window}.pt"
     if "original" in done and kept.is_file():
-        original = {name: Reading(*tensors) for name, tensors in torch.load(kept).items()}
+        original = {name: Predictions(*tensors) for name, tensors in torch.load(kept).items()}
     else:
         original, written_text = seen(model)
         torch.save({name: (reading.losses, reading.likeliest) for name, reading in original.items()}, kept)
@@ -292,7 +297,7 @@ def main() -> None:
         found, again = seen(model)
         values = {"row": row, **about, **sizes(model, names), "seconds": round(seconds, 1), "predicted": predicted}
         values |= file | {"losses": {name: [round(x, 4) for x in found[name].losses.tolist()] for name in windows}}
-        write(values | again | {"against": {name: found[name].against(original[name]) for name in windows}})
+        write(values | again | {"against": {name: found[name].compared_with(original[name]) for name in windows}})
 
 
 if __name__ == "__main__":

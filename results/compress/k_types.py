@@ -30,8 +30,9 @@ import torch
 import relinear
 from frontier import texts
 from relinear.compression import CompressSettings
+from relinear.compression.calibrate import Calibration
 from relinear.compression.corpus import read_corpus
-from relinear.compression.task import Task, linear_layers
+from relinear.compression.inputs import by_decoder_layer, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
@@ -70,8 +71,9 @@ def main() -> None:
     blocks = read_corpus(corpora, load_tokenizer(given.model), settings, plan_only=True).blocks
     layers, errors = linear_layers(model), defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
-        task = Task(model, layers, settings, Path(folder))
-        moments = SavedStatistics.of(task.calibrate(blocks), Path(folder) / "moments")
+        in_layers = by_decoder_layer(model, layers)
+        calibration = Calibration(model, blocks, in_layers, Path(folder) / "calibration", settings)
+        moments = SavedStatistics.of(calibration, Path(folder) / "moments")
         known = {name: CalibrationStatistics(moments.moments(name).inputs) for name in layers}
     for name, layer in layers.items():
         weight, statistics = dense_weight(layer), known[name]

@@ -32,7 +32,7 @@ from relinear.compression.budget import Candidate, allocate
 from relinear.compression.calibrate import Calibration
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.corpus import read_corpus, read_elsewhere, with_sampled_text
-from relinear.compression.task import Task, linear_layers
+from relinear.compression.inputs import by_decoder_layer, linear_layers
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 from relinear.functional.rounding import cross_validated_shrinkage, expected_error, gptq, nearest_grid, shrunk
@@ -44,9 +44,9 @@ BITS, ROWS = 4.25, 48
 
 def measure(model, blocks: dict[str, Tensor], settings: CompressSettings, work: Path) -> None:
     """Write A and G of every layer under each kind of text."""
-    task = Task(model, linear_layers(model, exclude="embed_tokens"), settings, work)
+    by_layer = by_decoder_layer(model, linear_layers(model, exclude="embed_tokens"))
     for kind, ids in blocks.items():
-        calibration = Calibration(model, ids, task.by_layer, work / f"calibration-{kind}", settings)
+        calibration = Calibration(model, ids, by_layer, work / f"calibration-{kind}", settings)
 
         def keep(statistics, kind=kind) -> dict:
             for name, known in statistics.items():

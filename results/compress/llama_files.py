@@ -34,7 +34,7 @@ import relinear
 from frontier import texts
 from relinear.compression import CompressSettings, compress, export_gguf
 from relinear.compression.corpus import read_corpus, read_elsewhere
-from relinear.compression.task import linear_layers
+from relinear.compression.inputs import linear_layers
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system.confidence import half_width
 from relinear.system.machine import provenance

@@ -26,8 +26,9 @@ import relinear
 from frontier import texts
 from relinear.compression import CompressSettings
 from relinear.compression.budget import Candidate, allocate
+from relinear.compression.calibrate import Calibration
 from relinear.compression.corpus import read_corpus
-from relinear.compression.task import Task, linear_layers
+from relinear.compression.inputs import by_decoder_layer, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
@@ -126,8 +127,9 @@ def main() -> None:
         blocks = read_corpus(corpora, tokenizer, settings, plan_only=True).blocks
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)
-        task = Task(model, linear_layers(model), settings, state)
-        draws.append(SavedStatistics.of(task.calibrate(blocks), state / "moments"))
+        in_layers = by_decoder_layer(model, linear_layers(model))
+        calibration = Calibration(model, blocks, in_layers, state / "calibration", settings)
+        draws.append(SavedStatistics.of(calibration, state / "moments"))
     calibration, judge = draws
     layers, weights = {}, {}
     for name in calibration.names:

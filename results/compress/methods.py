@@ -39,7 +39,8 @@ from torch.utils.data import Dataset
 
 import relinear
 from relinear.compression import CompressSettings, compress
-from relinear.compression.task import Task, linear_layers
+from relinear.compression.calibrate import Calibration
+from relinear.compression.inputs import by_decoder_layer, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
@@ -240,8 +241,9 @@ def main() -> None:
     model = fresh()
     row("dense", None, time.monotonic(), model, machine=describe_machine(), tokens=given.tokens)
     state.mkdir(parents=True, exist_ok=True)
-    task = Task(model, linear_layers(model), settings, state)
-    calibration = SavedStatistics.of(task.calibrate(blocks), state / "moments")
+    in_layers = by_decoder_layer(model, linear_layers(model))
+    measured = Calibration(model, blocks, in_layers, state / "calibration", settings)
+    calibration = SavedStatistics.of(measured, state / "moments")
     for method in given.methods:
         start = time.monotonic()
         if method in ROUNDED:

@@ -18,7 +18,7 @@ import relinear
 from frontier import rounded, texts
 from relinear.compression import CompressSettings
 from relinear.compression.corpus import read_elsewhere
-from relinear.compression.evaluation import read
+from relinear.compression.evaluation import predict
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 from saved_statistics import SavedStatistics
@@ -38,7 +38,7 @@ def main() -> None:
     windows = CompressSettings(sequence_length=256, evaluation_tokens=12 * 256)
     ids = read_elsewhere({"": texts(given.text)}, load_tokenizer(given.model), windows)[""]
     weights = {n: dense_weight(model.get_submodule(n)).clone() for n in calibration.names if n.endswith(given.type)}
-    original, row = read(model, ids), {"model": Path(given.model).name, "type": given.type, "bits": 4}
+    original, row = predict(model, ids), {"model": Path(given.model).name, "type": given.type, "bits": 4}
     for method in ("gptq", "descent"):
         predicted = 0.0
         for name, weight in weights.items():
@@ -47,7 +47,7 @@ def main() -> None:
             made = rounded(layer, relinear.Quantized(bits=4), moments, method == "descent").to_dense()
             predicted += float(moments.error(made - weight)) / 2
             layer.weight.copy_(made)
-        found = read(model, ids).against(original)
+        found = predict(model, ids).compared_with(original)
         row[method] = {"predicted": round(predicted, 4), **{k: round(found[k], 4) for k in ("nats", "interval")}}
     with given.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

@@ -58,15 +58,13 @@ def command(
     """
     from relinear.compression import CompressSettings
     from relinear.compression.requirements import compress_requirements
-    from relinear.compression.run import check_folder, prepared
-    from relinear.models import model_folder
+    from relinear.compression.run import prepared
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
     values = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
     corpora, evaluation_corpora = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
-    folder = check_folder(out, None, model_folder(model), overwrite=overwrite)
     options.prepare_process(
         threads, models=[model], texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())]
     )
@@ -81,13 +79,14 @@ def command(
         plan_file=plan,
         out_dir=out,
         overwrite=overwrite,
-    ) as job:
-        if dry_run or overwrite or folder.read() is None:
-            print_requirements(compress_requirements(loaded, job.settings))
+    ) as compression:
+        folder = compression.run_folder
+        if dry_run or overwrite or folder is None or folder.read() is None:
+            print_requirements(compress_requirements(loaded, compression.settings))
         if dry_run:
             return
         with watch(resumable=True) as on_progress:
-            report = job.run(_read(corpora), _read(evaluation_corpora), plan_only, on_progress)
+            report = compression.run(_read(corpora), _read(evaluation_corpora), plan_only, on_progress)
     print(report)
     _print_paths(out, proposed=plan_only)
 

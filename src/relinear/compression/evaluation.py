@@ -1,6 +1,6 @@
 """Compare the compressed model with the original: loss, agreement, repeated text.
 
-The original is observed before the first layer is replaced.
+The original is evaluated before the first layer is replaced.
 """
 
 # Legend: N blocks, T tokens
@@ -23,19 +23,24 @@ PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """Hold results on token ids (N, T): losses of windows (N,) in nats per token, likeliest tokens (N, T - 1)."""
+class Predictions:
+    """Hold what a model predicts on token ids (N, T).
+
+    Args:
+        losses: (N,) of each block, in nats per token.
+        likeliest: (N, T - 1) the likeliest next tokens.
+    """
 
     losses: Tensor
     likeliest: Tensor
 
     @property
     def loss(self) -> float:
-        """Return the mean over the windows."""
+        """Return the mean over the blocks."""
         return float(self.losses.mean())
 
-    def against(self, original: Reading) -> dict[str, Any]:
-        """Return both as JSON values; ``interval`` is half the width of the 95 % interval, paired over windows."""
+    def compared_with(self, original: Predictions) -> dict[str, Any]:
+        """Return both as JSON values; ``interval`` is half the width of the 95 % interval, paired over blocks."""
         rise = self.losses - original.losses
         return {
             "tokens": self.likeliest.numel(),
@@ -49,54 +54,66 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class Observation:
-    """Hold a model's results on tokens of the corpus, and on other texts by name.
+class Evaluation:
+    """Hold the evaluation of one model, the original or the compressed one.
 
-    repeated: share of 4-grams in its greedy continuations that occurred earlier in them; None without continuations.
+    Args:
+        predictions: on text of the corpus.
+        elsewhere: on other texts, by name.
+        repeated: share of 4-grams in its greedy continuations that occurred earlier in them; None without any.
     """
 
-    reading: Reading
-    elsewhere: dict[str, Reading]
-    repeated: float | None = None
+    predictions: Predictions
+    elsewhere: dict[str, Predictions]
+    repeated: float | None
+
+    def compared_with(self, original: Evaluation, unseen: bool) -> dict[str, Any]:
+        """Return both as JSON values; ``unseen``: whether calibration has not seen this text of the corpus."""
+        return self.predictions.compared_with(original.predictions) | {
+            "unseen": unseen,
+            "elsewhere": {name: p.compared_with(original.elsewhere[name]) for name, p in self.elsewhere.items()},
+            "repeated_before": original.repeated,
+            "repeated": self.repeated,
+        }
 
 
-def observe(
+def evaluate(
     model: Any,
     blocks: Tensor,
     elsewhere: Mapping[str, Tensor] | None = None,
     passages: int = 0,
     on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> Observation:
-    """Run ``model`` (in eval mode) on token ids (N, T), and let it continue passages of them.
+) -> Evaluation:
+    """Run ``model`` (in eval mode) on texts, and let it continue passages of them.
 
     Args:
+        model: a Hugging Face decoder.
+        blocks: token ids (N, T) of the corpus.
         elsewhere: further token ids (N', T), by name.
         passages: number of passages that the model continues, to see whether it repeats itself.
         on_step: called with the numbers of steps done and of all steps, a block each.
     """
     other_texts = dict(elsewhere or {})
-    windows = torch.cat([blocks, *other_texts.values()])
-    steps = len(windows) + bool(passages)
-    results = read(model, windows, lambda done: on_step(done, steps))
+    all_blocks = torch.cat([blocks, *other_texts.values()])
+    steps = len(all_blocks) + bool(passages)
+    results = predict(model, all_blocks, lambda done: on_step(done, steps))
     sizes = [len(blocks), *map(len, other_texts.values())]
-    reading, *others = map(Reading, results.losses.split(sizes), results.likeliest.split(sizes))
-    repeated = None
-    if passages:
-        repeated = _repeated(model, windows, passages)
-        on_step(steps, steps)
-    return Observation(reading, dict(zip(other_texts, others, strict=True)), repeated)
+    predictions, *others = map(Predictions, results.losses.split(sizes), results.likeliest.split(sizes))
+    repeated = _repeated(model, all_blocks, passages) if passages else None
+    on_step(steps, steps)
+    return Evaluation(predictions, dict(zip(other_texts, others, strict=True)), repeated)
 
 
 @torch.no_grad()
-def read(model: Any, blocks: Tensor, on_block: Callable[[int], None] = lambda done: None) -> Reading:
-    """Return losses and likeliest tokens of ``model`` (in eval mode) on token ids (N, T)."""
+def predict(model: Any, blocks: Tensor, on_block: Callable[[int], None] = lambda done: None) -> Predictions:
+    """Return the predictions of ``model`` (in eval mode) on token ids (N, T)."""
     losses, likeliest = [], []
     for done, ids in enumerate(blocks.to(next(model.parameters()).device).split(1), 1):
         logits = model(input_ids=ids, use_cache=False).logits
         losses.append(float(token_losses(logits, ids).double().mean()))
         likeliest.append(logits[0, :-1].argmax(-1).cpu())
         on_block(done)
-    return Reading(torch.tensor(losses, dtype=torch.float64), torch.stack(likeliest))
+    return Predictions(torch.tensor(losses, dtype=torch.float64), torch.stack(likeliest))
 
 
 @torch.no_grad()
@@ -124,18 +141,3 @@ def _repeated(model: Any, blocks: Tensor, count: int) -> float:
         runs = list(zip(*(ids[at:end] for at in range(4)), strict=False))
         shares += [1 - len(set(runs)) / len(runs)] if runs else []
     return sum(shares) / len(shares) if shares else 0.0
-
-
-def compared(original: Observation, compressed: Observation, unseen: bool) -> dict[str, Any]:
-    """Return both observations as JSON values.
-
-    Args:
-        unseen: whether calibration has not seen the tokens of the corpus that both ran on.
-    """
-    elsewhere = {name: reading.against(original.elsewhere[name]) for name, reading in compressed.elsewhere.items()}
-    return compressed.reading.against(original.reading) | {
-        "unseen": unseen,
-        "elsewhere": elsewhere,
-        "repeated_before": original.repeated,
-        "repeated": compressed.repeated,
-    }

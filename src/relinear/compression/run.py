@@ -1,4 +1,4 @@
-"""Compress a model: calibrate, plan, fit, save."""
+"""Compress a model: ``prepared`` checks the input, and ``Compression.run`` takes the steps, one after another."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from relinear.compression.budget import stored_bytes
-from relinear.compression.calibrate import Calibration, StageCallback
-from relinear.compression.candidates import SearchSpace, fit_layers_
+from relinear.compression.budget import Budget, stored_bytes
+from relinear.compression.calibrate import Calibration
+from relinear.compression.candidates import SearchSpace, fit_layers_, load_plan
 from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import CompressionData, read_corpus, read_elsewhere, with_sampled_text
-from relinear.compression.evaluation import compared, observe
-from relinear.compression.healing import HealReport, heal, original_copy
-from relinear.compression.plan import CompressPlan
-from relinear.compression.readers import READERS, budget_of
-from relinear.compression.report import CompressReport, write_page
-from relinear.compression.settings import CompressSettings
-from relinear.compression.task import (
-    Task,
+from relinear.compression.evaluation import evaluate
+from relinear.compression.file_formats import FILE_FORMATS, budget_of
+from relinear.compression.healing import heal, original_copy
+from relinear.compression.inputs import (
+    by_decoder_layer,
     check_compressible,
+    check_enough_tokens,
     check_ids,
     fitted_window,
     linear_layers,
     tables_of,
     unreached,
 )
+from relinear.compression.plan import CompressPlan
+from relinear.compression.report import CompressReport, write_page
+from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import at_half_precision, eval_mode, round_to_half_
 from relinear.hf.model_config import model_name
 from relinear.surgery.checkpoint import save_pretrained
@@ -57,7 +59,13 @@ STAGES = {
     "heal": "healing",
 }
 #: what a plan leads to
-_RESULTS = ("plan.json", "report.json", "report.html", MODEL, *filter(None, (r.file for r in READERS.values())))
+_RESULTS = (
+    "plan.json",
+    "report.json",
+    "report.html",
+    MODEL,
+    *filter(None, (one.file for one in FILE_FORMATS.values())),
+)
 
 
 def compress(
@@ -115,21 +123,21 @@ def compress(
         >>> report.bytes < report.bytes_before
         True
     """
-    by_name = settings.model_dump(exclude_unset=True) if isinstance(settings, CompressSettings) else settings
-    options = dict(by_name or {})
+    options = (
+        settings.model_dump(exclude_unset=True) if isinstance(settings, CompressSettings) else dict(settings or {})
+    )
     options |= {name: value for name, value in {"bits": bits, "size": size, "keep": keep}.items() if value is not None}
-    resolved = CompressSettings.load(options, "compress settings")
     with prepared(
         model,
-        resolved,
+        CompressSettings.load(options, "compress settings"),
         tokenizer=tokenizer,
         targets=targets,
         exclude=exclude,
         plan_file=plan_file,
         out_dir=out_dir,
         overwrite=overwrite,
-    ) as job:
-        return job.run(texts, evaluate_on or {}, plan_only, on_progress)
+    ) as compression:
+        return compression.run(texts, evaluate_on or {}, plan_only, on_progress)
 
 
 @contextmanager
@@ -143,56 +151,60 @@ def prepared(
     plan_file: str | Path | None = None,
     out_dir: str | Path | None = None,
     overwrite: bool = False,
-) -> Iterator[_Job]:
+) -> Iterator[Compression]:
     """Separate the experts of ``model`` within the block, and give its compression; arguments of ``compress``.
 
     Raises:
         ValueError: for all that can be refused before texts are read.
     """
     settings = fitted_window(settings, model)
-    reader = READERS[settings.reader]
-    if reader.file is not None and out_dir is None:
-        raise ValueError(f"reader={settings.reader}: {reader.file} is written into out_dir, and none is given: give it")
-    source = getattr(model, "name_or_path", "")
-    run_folder = None if out_dir is None else check_folder(out_dir, settings, source, overwrite=overwrite)
-    reader.check(model, tokenizer)
+    file_format = FILE_FORMATS[settings.reader]
+    if file_format.file is not None and out_dir is None:
+        raise ValueError(
+            f"reader={settings.reader}: {file_format.file} is written into out_dir, and none is given: give it"
+        )
+    run_folder = None if out_dir is None else _checked_folder(Path(out_dir), model, settings, overwrite=overwrite)
+    file_format.check(model, tokenizer)
     check_compressible(model, settings.sequence_length)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory()) if run_folder is None else run_folder.path
         stack.enter_context(separate_experts(model))
         left = unreached(model, targets)
         modules = linear_layers(model, targets, exclude)
-        if settings.by_bytes and reader.tables and targets == ALL_LINEAR:
+        if settings.by_bytes and file_format.tables and targets == ALL_LINEAR:
             modules |= tables_of(model, exclude)
-        task = Task(model, modules, settings, Path(folder), left)
-        yield _Job(task, tokenizer, plan_file, run_folder, overwrite)
+        by_layer = by_decoder_layer(model, modules, tables=settings.by_bytes)
+        check_enough_tokens(settings, modules.values())
+        budget = budget_of(model, modules, settings, tokenizer)
+        plan_source: CompressPlan | SearchSpace = (
+            SearchSpace(modules, settings, budget)
+            if plan_file is None
+            else load_plan(plan_file, model, modules, settings, budget)
+        )
+        yield Compression(
+            model, settings, tokenizer, by_layer, left, budget, plan_source, Path(folder), run_folder, overwrite
+        )
 
 
-def check_folder(
-    out_dir: str | Path, settings: CompressSettings | None, source: str, *, overwrite: bool = False
-) -> RunFolder:
-    """Return the folder of a compression of the model ``source``, a name or path.
+def _checked_folder(folder: Path, model: Any, settings: CompressSettings, *, overwrite: bool) -> RunFolder:
+    """Return the folder of the compression of ``model``.
 
     Raises:
         ValueError: if it holds that model, other programs' files, or results with other settings than ``settings``.
     """
-    folder, original = Path(out_dir), Path(source).expanduser()
-    taken = [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
+    source = getattr(model, "name_or_path", "")
+    original, taken = Path(source).expanduser(), [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
     if source and (original / "config.json").is_file() and original.resolve() in taken:
         raise ValueError(f"{folder} holds the model itself, {original}; give another directory (--out) for the result")
-    measured = {} if settings is None else settings.measured
     run_folder = RunFolder(
         folder,
         task="compress",
         record="compress.json",
         names=("calibration", *_RESULTS),
         earlier_records={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
-        settings_of=lambda record: record.get("settings", measured),
+        settings_of=lambda record: record.get("settings", settings.measured),
     )
-    if settings is None and not overwrite:
-        run_folder.check_ours()
-    else:
-        run_folder.check(measured, overwrite=overwrite)
+    run_folder.check(settings.measured, overwrite=overwrite)
     return run_folder
 
 
@@ -201,100 +213,145 @@ def proposal(folder: Path, name: str) -> Path:
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 
-@dataclasses.dataclass
-class _Job:
-    """Run one compression: plan, fit, save. Raises ValueError if no choice meets the budget."""
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """Hold a compression whose input is checked; ``run`` takes its steps.
 
-    task: Task
+    Args:
+        model: with separate experts; it is changed in place.
+        settings: with a window that the model reads.
+        tokenizer: of the model; None if texts are token ids.
+        by_layer: index of a decoder layer -> the layers of it that may be replaced, by name; at -1 embedding and head.
+        left: the weights that no target can name, in words.
+        budget: of these layers.
+        plan_source: a plan from a file, or what to choose it from.
+        folder: of state and results.
+        run_folder: the same; None if it is temporary.
+        overwrite: whether to rename what is there.
+    """
+
+    model: Any
+    settings: CompressSettings
     tokenizer: Any
-    plan_file: str | Path | None
+    by_layer: Mapping[int, Mapping[str, nn.Module]]
+    left: tuple[str, ...]
+    budget: Budget
+    plan_source: CompressPlan | SearchSpace
+    folder: Path
     run_folder: RunFolder | None
     overwrite: bool
 
-    def __post_init__(self) -> None:
-        self.model, self.settings, self.folder = self.task.model, self.task.settings, self.task.folder
-        self.budget = budget_of(self.model, self.task.modules, self.settings, self.tokenizer)
-        self.space = SearchSpace(self.task, self.budget)
-        self.loaded_plan = None if self.plan_file is None else self.space.load_plan(self.plan_file)
-        if self.loaded_plan is None:
-            self.space.check()
-        #: when each phase ended
-        self.ends: dict[str, float] = {}
-
-    def _lap(self, phase: str) -> None:
-        self.ends[phase] = time.monotonic()
-
     def run(self, texts: Any, evaluate_on: Any, plan_only: bool, on_progress: ProgressCallback) -> CompressReport:
-        """Read texts, calibrate, plan and, unless ``plan_only``, apply the plan; arguments of ``compress``."""
+        """Take the steps, and write each result to the folder at once; arguments of ``compress``.
 
-        def report(stage: str, done: int, total: int) -> None:
-            on_progress(Progress(STAGES[stage], done, total, stage))
-
+        Raises:
+            ValueError: if texts do not fit the model, or no choice meets the budget.
+        """
         opened = self.run_folder and self.run_folder.open(self.settings.measured, overwrite=self.overwrite)
         with opened or nullcontext(), os_errors_named(self.folder), eval_mode(self.model):
-            elsewhere = read_elsewhere(evaluate_on, self.tokenizer, self.settings)
-            corpus = read_corpus(texts, self.tokenizer, self.settings, plan_only)
-            corpus = dataclasses.replace(corpus, elsewhere=elsewhere)
-            corpus_ids = torch.cat([corpus.blocks, corpus.healing, corpus.evaluation])
-            for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
-                check_ids(ids, self.model, name)
-            # texts of several kinds calibrate well without samples of the model
-            if self.settings.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
-                corpus = with_sampled_text(corpus, self.model, self.folder / "calibration", self.settings.seed)
-            return self._run(corpus, plan_only, report)
+            return self._run(self._read(texts, evaluate_on, plan_only), plan_only, on_progress)
 
-    def _run(self, corpus: CompressionData, plan_only: bool, on_progress: StageCallback) -> CompressReport:
-        """Run the steps; write each result to the folder at once."""
-        memory = PeakMemory(next(self.model.parameters()).device)
+    def _run(self, corpus: CompressionData, plan_only: bool, on_progress: ProgressCallback) -> CompressReport:
+        model, settings, folder, source = self.model, self.settings, self.folder, self.plan_source
+        parameters_before, bytes_before = module_parameters(model), stored_bytes(model)
+        memory = PeakMemory(next(model.parameters()).device)
         memory.reset()
-        self._lap("")
-        parameters_before, bytes_before = module_parameters(self.model), stored_bytes(self.model)
-        calibration = self.task.calibrate(corpus.blocks, corpus.kinds, on_progress)
+        ends = [("", time.monotonic())]
+
+        def end_of(phase: str) -> None:
+            ends.append((phase, time.monotonic()))
+
+        def report_progress(stage: str, done: int, total: int) -> None:
+            on_progress(Progress(STAGES[stage], done, total, stage))
+
+        # calibrate
+        calibration = Calibration(
+            model, corpus.blocks, self.by_layer, folder / "calibration", settings, corpus.kinds, report_progress
+        )
         loss = calibration.loss
-        self._lap("calibration")
-        plan = self.loaded_plan or self.space.plan(calibration)
-        if is_edited(place := proposal(self.folder, "plan.json")):
-            set_aside(place)
-        plan.save(place)
-        self._lap("plan")
+        end_of("calibration")
+
+        # measure the candidates, and allocate the budget among layers
+        plan = source.plan(calibration) if isinstance(source, SearchSpace) else source
+        plan_file = proposal(folder, "plan.json")
+        if is_edited(plan_file):
+            set_aside(plan_file)
+        plan.save(plan_file)
+        end_of("plan")
+
         healing, evaluation, file_bytes = None, None, None
+        if plan.replaced and not plan_only:
+            evaluate_model = partial(evaluate, model, corpus.evaluation, corpus.elsewhere, settings.passages)
+            original = evaluate_model(partial(report_progress, "original")) if settings.evaluate else None
+            end_of("original")
+            teacher = original_copy(model) if settings.heal_tokens else None
+
+            # fit
+            fit_layers_(plan, calibration)
+            end_of("fit")
+
+            # heal
+            if teacher is not None:
+                healing = heal(
+                    model, teacher, corpus.healing, settings=settings, folder=folder, on_progress=on_progress
+                )
+                end_of("heal")
+            if settings.by_bytes:
+                round_to_half_(model)  # what is evaluated is what is saved
+
+            # evaluate
+            if original is not None:
+                compressed = evaluate_model(partial(report_progress, "evaluation"))
+                evaluation = compressed.compared_with(original, corpus.unseen)
+                end_of("evaluation")
+
+        # write
         if not plan_only:
-            if plan.replaced:
-                healing, evaluation = self._make(corpus, calibration, plan, on_progress)
-            # not earlier: if killed before this point, an existing model must keep its own plan
             if self.run_folder is not None:
-                self._rename_earlier(self.run_folder, place)
-            place.replace(self.folder / "plan.json")
-            file_bytes = None if self.run_folder is None else self._save()
+                self._rename_earlier(self.run_folder, plan_file)
+            plan_file.replace(folder / "plan.json")
+            file_bytes = None if self.run_folder is None else self._write_model()
         report = CompressReport(
             plan,
             calibration.tokens,
             loss,
-            {phase: end - start for (_, start), (phase, end) in itertools.pairwise(self.ends.items())},
+            {phase: end - start for (_, start), (phase, end) in itertools.pairwise(ends)},
             corpus=corpus,
-            model=model_name(self.model),
+            model=model_name(model),
             healing=healing,
-            budget=self.budget if self.loaded_plan is None else None,
+            budget=self.budget if isinstance(source, SearchSpace) else None,
             parameters_before=parameters_before,
             bytes_before=bytes_before,
             bytes=bytes_before - sum(round(p.parameters_before * (16 - p.bits) / 8) for p in plan.layers.values()),
-            file=READERS[self.settings.reader].file or MODEL,
+            file=FILE_FORMATS[settings.reader].file or MODEL,
             file_bytes=file_bytes,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
-            settings=self.settings.model_dump(mode="json"),
-            left=self.task.left,
+            settings=settings.model_dump(mode="json"),
+            left=self.left,
         )
         values = report.to_dict()
-        where = partial(proposal, self.folder) if plan_only else self.folder.joinpath
+        where = partial(proposal, folder) if plan_only else folder.joinpath
         write_json(where("report.json"), values)
         write_page(where("report.html"), values)
         if file_bytes is not None:  # not earlier: killed before this point, the command resumes from its statistics
             calibration.release()
         return report
 
+    def _read(self, texts: Any, evaluate_on: Any, plan_only: bool) -> CompressionData:
+        """Return the texts as token ids that the model embeds."""
+        elsewhere = read_elsewhere(evaluate_on, self.tokenizer, self.settings)
+        corpus = read_corpus(texts, self.tokenizer, self.settings, plan_only)
+        corpus_ids = torch.cat([corpus.blocks, corpus.healing, corpus.evaluation])
+        for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
+            check_ids(ids, self.model, name)
+        # texts of several kinds calibrate well without samples of the model
+        if self.settings.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
+            corpus = with_sampled_text(corpus, self.model, self.folder / "calibration", self.settings.seed)
+        return dataclasses.replace(corpus, elsewhere=elsewhere)
+
     def _rename_earlier(self, run_folder: RunFolder, plan_file: Path) -> None:
-        """Rename results of another plan or other settings before the new ones are written."""
+        """Rename results of another plan or other settings. Called late: until then a kill leaves a model its plan."""
         made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan_file)["sha256"]}
         if made_by != (run_folder.read() or {}).get("made"):
             for name in _RESULTS:
@@ -302,41 +359,11 @@ class _Job:
                     set_aside(self.folder / name)
         run_folder.write(made=made_by)
 
-    def _save(self) -> int:
-        """Write the model, and the file of its reader; return the bytes of the file that is read."""
-        reader, path = READERS[self.settings.reader], self.folder / MODEL
+    def _write_model(self) -> int:
+        """Write the model, and the file of its program; return the bytes of the file that is read."""
+        file_format, path = FILE_FORMATS[self.settings.reader], self.folder / MODEL
         with at_half_precision(self.model) if self.settings.by_bytes else nullcontext():
             save_pretrained(self.model, path, tokenizer=self.tokenizer)
-            if reader.write is not None:
-                path = reader.write(self.model, self.folder / str(reader.file), tokenizer=self.tokenizer)
+            if file_format.write is not None:
+                path = file_format.write(self.model, self.folder / str(file_format.file), tokenizer=self.tokenizer)
         return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
-
-    def _make(
-        self, corpus: CompressionData, calibration: Calibration, plan: CompressPlan, on_progress: StageCallback
-    ) -> tuple[HealReport | None, dict[str, Any] | None]:
-        """Apply the plan and heal; compare the result with the original if the settings say so."""
-        settings = self.settings
-        observe_model = partial(observe, self.model, corpus.evaluation, corpus.elsewhere, settings.passages)
-        original = observe_model(partial(on_progress, "original")) if settings.evaluate else None
-        self._lap("original")
-        teacher = original_copy(self.model) if settings.heal_tokens else None
-        fit_layers_(self.task, plan, calibration)
-        self._lap("fit")
-        healing = None
-        if teacher is not None:
-            healing = heal(
-                self.model,
-                teacher,
-                corpus.healing,
-                settings=settings,
-                folder=self.folder,
-                on_progress=lambda progress: on_progress(progress.stage, progress.done, progress.total),
-            )
-            self._lap("heal")
-        if settings.by_bytes:
-            round_to_half_(self.model)  # what is evaluated is what is saved
-        if original is None:
-            return healing, None
-        compressed = observe_model(partial(on_progress, "evaluation"))
-        self._lap("evaluation")
-        return healing, compared(original, compressed, corpus.unseen)

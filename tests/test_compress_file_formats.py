@@ -16,8 +16,8 @@ from gguf_helpers import assert_same, llama, tokenizer_of
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
+from relinear.compression.file_formats import FILE_FORMATS
 from relinear.compression.layerwise import LayerByLayer
-from relinear.compression.readers import READERS
 from relinear.compression.report import CompressReport
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from tiny_models import make_family
@@ -128,8 +128,8 @@ def test_vllm_reads_layers_that_it_fuses_in_one_scheme(sized) -> None:
     assert {config.bits for config in chosen.values() if config} <= {4, 8}
     assert len(set(chosen.values())) > 1
     names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj"]
-    assert READERS["vllm"].groups(names) == {"a.qkv": names[:3], "a.o_proj": ["a.o_proj"], "b.gate_up": names[4:]}
-    assert READERS["llama.cpp"].groups(names) == {name: [name] for name in names}
+    assert FILE_FORMATS["vllm"].groups(names) == {"a.qkv": names[:3], "a.o_proj": ["a.o_proj"], "b.gate_up": names[4:]}
+    assert FILE_FORMATS["llama.cpp"].groups(names) == {name: [name] for name in names}
 
 
 def test_layers_that_become_the_same_add_up() -> None:

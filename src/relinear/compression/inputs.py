@@ -1,17 +1,14 @@
-"""Describe the task of a compression, a model and its replaceable layers, and check the input."""
+"""Find the layers of a model that may be replaced, and check the input of a compression."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.calibrate import Calibration, StageCallback
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.contract.input_checks import check_finite
@@ -25,6 +22,7 @@ from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import module_parameters
+from relinear.system.grouped import grouped
 
 #: share of a model's parameters that must not be out of reach
 MAX_UNREACHED_SHARE = 0.5
@@ -32,53 +30,43 @@ MAX_UNREACHED_SHARE = 0.5
 CHECKED_TOKENS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """Hold the inputs of a compression.
+def by_decoder_layer(
+    model: Any, modules: Mapping[str, nn.Module], *, tables: bool = False
+) -> dict[int, dict[str, nn.Module]]:
+    """Return linear layers, given by name, for each decoder layer.
 
-    modules: the layers that may be replaced, by name. settings: of the compression. folder: of its state and results.
+    Args:
+        model: a Hugging Face decoder.
+        modules: its layers that may be replaced, by name.
+        tables: whether embedding and head may be among them, which stand under -1.
 
     Raises:
-        ValueError: for a layer outside of the decoder layers, or fewer tokens than the widest layer has inputs.
+        ValueError: for another layer outside of the decoder layers.
     """
+    find = layer_finder(model)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if tables else ()
+    layer_of: dict[str, Any] = {
+        name: -1 if any(module is end for end in ends) else find(name) for name, module in modules.items()
+    }
+    if outside := [name for name, index in layer_of.items() if index is None]:
+        inside = [name for name, index in layer_of.items() if index is not None]
+        rest = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
+        raise ValueError(
+            f"{outside[0]}{rest} outside of the decoder layers: leave out by exclude={patterns_of(outside, inside)}"
+        )
+    named = grouped((index, name) for name, index in layer_of.items())
+    return {index: {name: modules[name] for name in names} for index, names in named.items()}
 
-    model: Any
-    modules: Mapping[str, nn.Module]
-    settings: CompressSettings
-    folder: Path
-    #: what no target can name, in words
-    left: tuple[str, ...] = ()
-    #: the layers by decoder layer; embedding and head, if they are replaced, under -1
-    by_layer: dict[int, dict[str, nn.Module]] = dataclasses.field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        find = layer_finder(self.model)
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if self.settings.by_bytes else ()
-        layer_of: dict[str, Any] = {
-            name: -1 if any(module is end for end in ends) else find(name) for name, module in self.modules.items()
-        }
-        if outside := [name for name, index in layer_of.items() if index is None]:
-            inside = [name for name, index in layer_of.items() if index is not None]
-            rest = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
-            raise ValueError(
-                f"{outside[0]}{rest} outside of the decoder layers: leave out by exclude={patterns_of(outside, inside)}"
-            )
-        for name, index in layer_of.items():
-            self.by_layer.setdefault(index, {})[name] = self.modules[name]
-        widest = max(linear_features(module)[0] for module in self.modules.values())
-        calibration_tokens = self.settings.blocks * self.settings.sequence_length
-        if calibration_tokens < widest:
-            raise ValueError(
-                f"tokens={self.settings.tokens} are {calibration_tokens:,} in whole blocks of sequence_length="
-                f"{self.settings.sequence_length}, fewer than the widest layer has inputs, {widest:,}; use more"
-            )
-
-    def calibrate(
-        self, blocks: Tensor, kinds: Sequence[int] = (), on_progress: StageCallback = lambda phase, done, total: None
-    ) -> Calibration:
-        """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
-        folder = self.folder / "calibration"
-        return Calibration(self.model, blocks, self.by_layer, folder, self.settings, kinds, on_progress)
+def check_enough_tokens(settings: CompressSettings, modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError for fewer tokens of calibration than the widest of the linear layers has inputs."""
+    widest = max(linear_features(module)[0] for module in modules)
+    calibration_tokens = settings.blocks * settings.sequence_length
+    if calibration_tokens < widest:
+        raise ValueError(
+            f"tokens={settings.tokens} are {calibration_tokens:,} in whole blocks of sequence_length="
+            f"{settings.sequence_length}, fewer than the widest layer has inputs, {widest:,}; use more"
+        )
 
 
 def linear_layers(

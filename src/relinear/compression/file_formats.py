@@ -1,4 +1,4 @@
-"""Describe the programs that read a compressed model: the types each stores, and their bytes in its file."""
+"""Describe the file formats of compressed models, one for each program that runs them: types, and their bytes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ _DESCRIBED, _PARTS = 120, 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
-    """Describe a program that reads models.
+class FileFormat:
+    """Describe what a program that runs compressed models can read.
 
-    candidates: operators that it stores, each at all its sizes. stored: bytes of a layer with an operator, or
-    unchanged for None; infinite if the file cannot hold it. remainder: upper bound of the file's other bytes, for a
-    model, its tokenizer and the layers. file, write: its file, and what writes it; None if it reads relinear's own.
-    check: raises ValueError for a model or tokenizer that it cannot read. fused: a pattern of the ends of names of
-    layers that must share a type; by default it matches none. tables: whether it also stores embedding and head.
+    Args:
+        candidates: operators that the file stores, each at all its sizes.
+        layer_bytes: bytes of a model's layer with an operator, or unchanged for None; infinite if it cannot be stored.
+        other_bytes: upper bound of the file's other bytes, for a model, its tokenizer and the layers.
+        file: its name; None if the program reads relinear's own.
+        write: writes the file; None likewise.
+        check: raises ValueError for a model or tokenizer that the file cannot hold.
+        fused: a pattern of the ends of names of layers that must share a type; by default it matches none.
+        tables: whether embedding and head are compressed, too.
     """
 
     candidates: tuple[str, ...]
-    stored: Callable[[Any, str, OperatorConfig | None], float]
-    remainder: Callable[[Any, Any, Mapping[str, nn.Module]], int]
+    layer_bytes: Callable[[Any, nn.Module, OperatorConfig | None], float]
+    other_bytes: Callable[[Any, Any, Mapping[str, nn.Module]], int]
     file: str | None = None
     write: Callable[..., Path] | None = None
     check: Callable[[Any, Any], Any] = lambda model, tokenizer: None
@@ -51,21 +55,21 @@ class Reader:
         return grouped((re.sub(self.fused, lambda match: f".{match.lastgroup}", name), name) for name in names)
 
 
-def _relinear(model: Any, name: str, config: OperatorConfig | None) -> int:
-    return size_of(model.get_submodule(name), config).stored
+def _relinear_layer_bytes(model: Any, module: Any, config: OperatorConfig | None) -> int:
+    return size_of(module, config).stored
 
 
-def _outside(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
+def _safetensors_other_bytes(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
     """Return the bytes of everything else in a safetensors file."""
     described = sum(len(name) + _DESCRIBED for name in model.state_dict())
     described += sum(_PARTS * (len(name) + _DESCRIBED) for name in modules)
     return stored_bytes(model) - sum(stored_bytes(module) for module in modules.values()) + described
 
 
-def _gguf(model: Any, name: str, config: OperatorConfig | None) -> float:
+def _gguf_layer_bytes(model: Any, module: Any, config: OperatorConfig | None) -> float:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    inputs, outputs = linear_features(module := model.get_submodule(name))
+    inputs, outputs = linear_features(module)
     try:
         kind = "F16" if config is None else config.build(inputs, outputs, device="meta").gguf_type()  # type: ignore
     except (AttributeError, ValueError):
@@ -74,7 +78,7 @@ def _gguf(model: Any, name: str, config: OperatorConfig | None) -> float:
     return outputs * inputs // block * stored + (0 if getattr(module, "bias", None) is None else 4 * outputs)
 
 
-def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
+def _gguf_other_bytes(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
     """Return the bytes of the header, of vectors in single precision, and of the padding of tensors."""
     inside = {id(p) for module in modules.values() for p in module.parameters()}
     outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
@@ -82,8 +86,7 @@ def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]
     return header_bytes(model, tokenizer) + stored + _ALIGNMENT * (1 + len(outside) + 2 * len(modules))
 
 
-def _packed(model: Any, name: str, config: OperatorConfig | None) -> float:
-    module = model.get_submodule(name)
+def _packed_layer_bytes(model: Any, module: Any, config: OperatorConfig | None) -> float:
     if config is None:
         return stored_bytes(module)
     if not packs(model, module, config):
@@ -93,23 +96,24 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> float:
     return sum(part.nbytes for part in operator.packed()[1].values()) + bias
 
 
-READERS = {
-    "relinear": Reader(("quantized", "quantized:group=256"), _relinear, _outside),
-    "llama.cpp": Reader(
+#: setting ``reader``, the program that will run the model -> its file format
+FILE_FORMATS = {
+    "relinear": FileFormat(("quantized", "quantized:group=256"), _relinear_layer_bytes, _safetensors_other_bytes),
+    "llama.cpp": FileFormat(
         (
             *("quantized:group=32,symmetric=true", "quantized:group=32"),
             *("quantized:group=32,symmetric=true,levels=iq4_nl", "quantized:group=32,levels=k"),
         ),
-        _gguf,
-        _gguf_remainder,
+        _gguf_layer_bytes,
+        _gguf_other_bytes,
         file="model.gguf",
         write=export_gguf,
         check=check_gguf,
     ),
-    "vllm": Reader(
+    "vllm": FileFormat(
         tuple(f"quantized:group={group},symmetric=true" for group in (32, 64, 128)),
-        _packed,
-        _outside,
+        _packed_layer_bytes,
+        _safetensors_other_bytes,
         file="compressed-tensors",
         write=export_compressed_tensors,
         check=check_packable,
@@ -133,10 +137,13 @@ def budget_of(
     Raises:
         ValueError: if all else in the file already exceeds the budget, or the unchanged model meets it.
     """
-    reader = READERS[settings.reader]
+    file_format = FILE_FORMATS[settings.reader]
 
     def cost(name: str, config: OperatorConfig | None) -> float:
-        return reader.stored(model, name, config) if settings.by_bytes else size_of(modules[name], config).parameters
+        module = model.get_submodule(name)
+        return (
+            file_format.layer_bytes(model, module, config) if settings.by_bytes else size_of(module, config).parameters
+        )
 
     def setting(least: float) -> str:
         value = math.ceil(1000 * (least + outside) / step) / 1000
@@ -150,7 +157,7 @@ def budget_of(
     elif settings.keep is not None:
         name, step, outside, limit = "keep", whole, 0, settings.keep * whole
     else:
-        outside = reader.remainder(model, tokenizer, modules)
+        outside = file_format.other_bytes(model, tokenizer, modules)
         name, step, limit = "size", 1e6, settings.bytes_of(stored_bytes(model)) - outside
         if limit <= 0:
             raise ValueError(
