@@ -9,7 +9,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.compression.checksums import Streams
+from relinear.compression.checksums import LayerStates
 from relinear.system import files
 from relinear.system.files import atomic_path, write_text
 from relinear.system.lock import exclusive
@@ -67,17 +67,17 @@ def test_a_file_that_is_a_link_stays_one(tmp_path):
 
 
 def test_states_between_layers_are_whole_or_not_there(tmp_path):
-    streams = Streams(tmp_path, 2)
+    states = LayerStates(tmp_path, 2)
     for index in (0, 3):
-        streams.write("hidden", index, [torch.ones(2), torch.zeros(2)])
+        states.write("hidden", index, [torch.ones(2), torch.zeros(2)])
     (tmp_path / "hidden-mine").mkdir()
-    assert streams.indices("hidden") == [0, 3]
+    assert states.indices("hidden") == [0, 3]
     (tmp_path / "hidden-0003" / "0.safetensors").unlink()
-    assert streams.indices("hidden") == [0]
-    streams.write("hidden", 3, [torch.ones(2), torch.zeros(2)])
-    assert streams.indices("hidden") == [0, 3]
+    assert states.indices("hidden") == [0]
+    states.write("hidden", 3, [torch.ones(2), torch.zeros(2)])
+    assert states.indices("hidden") == [0, 3]
     for index in (0, 3):
-        streams.remove("hidden", index)
+        states.remove("hidden", index)
     assert {path.name for path in tmp_path.rglob("*")} == {"hidden-mine"}
 
 

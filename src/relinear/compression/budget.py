@@ -18,8 +18,10 @@ from relinear.surgery.summary import module_parameters
 class Candidate:
     """Describe an option for a layer.
 
-    config: None leaves the layer unchanged. cost: in the budget's unit (parameters, bytes). nats: predicted
-    increase of the loss per token.
+    Args:
+        config: None leaves the layer unchanged.
+        cost: in the budget's unit, parameters or bytes.
+        nats: predicted increase of the loss per token.
     """
 
     config: OperatorConfig | None
@@ -120,9 +122,12 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
-    what: the budget in words, with its setting. unit: that of costs. limit: the largest total cost. cost: gives the
-    cost of a layer, by name, with an operator or unchanged (None); infinite if the operator does not fit. setting:
-    gives the setting for a cost, rounded up.
+    Args:
+        what: the budget in words, with its setting.
+        unit: that of costs.
+        limit: the largest total cost.
+        cost: gives the cost of a layer, by name, with an operator or unchanged (None); infinite if it does not fit.
+        setting: gives the setting for a cost, rounded up.
     """
 
     what: str

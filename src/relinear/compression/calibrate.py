@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relinear.compression.budget import stored_bytes
-from relinear.compression.checksums import Streams, load_tensors, read_record, save_tensors, write_record
+from relinear.compression.checksums import LayerStates, load_tensors, read_record, save_tensors, write_record
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
@@ -60,15 +60,18 @@ def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[
 class StatisticsSums:
     """Sum x x^T in float64 by name; inputs that share a tensor are summed once, each ``kind`` of text separately.
 
-    diagonal: sum only the diagonal for gradients at outputs.
+    Args:
+        diagonal: sum only the diagonal for gradients at outputs.
     """
 
     def __init__(self, *, diagonal: bool = False) -> None:
         self.kind, self.diagonal = 0, diagonal
-        self.inputs: dict[tuple[str, int], Tensor] = {}
+        #: layer -> kind -> sum, and number of tokens
+        self.inputs = defaultdict[str, dict[int, Tensor]](dict)
+        self.counts = defaultdict[str, Counter[int]](Counter)
         self.outputs: dict[str, Tensor] = {}
+        #: layer -> the layer with the same inputs, under which they are summed
         self.shared: dict[str, str] = {}
-        self.counts = Counter[tuple[str, int]]()
         self._seen: dict[int, tuple[Tensor, str]] = {}
 
     def new_pass(self) -> None:
@@ -80,8 +83,8 @@ class StatisticsSums:
         _, owner = self._seen.setdefault(id(x), (x, name))  # held, so that no other tensor gets its id
         self.shared[name] = owner
         if owner == name:
-            self.counts[name, self.kind] += x[..., 0].numel()
-            _add(self.inputs, (name, self.kind), x)
+            self.counts[name][self.kind] += x[..., 0].numel()
+            _add(self.inputs[name], self.kind, x)
 
     def on_forward(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Add the inputs of a forward pass of the layer ``name`` and, in the backward pass, its output gradients."""
@@ -96,22 +99,19 @@ class StatisticsSums:
         token that does not reach an expert has a gradient of zero there. Kinds are pooled if an expert saw too few
         tokens of them.
         """
-        sums = grouped((name, total) for (name, _), total in self.inputs.items())
-        by_kind = grouped((name, count) for (name, _), count in self.counts.items())
-        counts = {name: sum(of_kinds) for name, of_kinds in by_kind.items()}
-        means = {name: torch.stack(totals).sum(0) / counts[name] for name, totals in sums.items()}
-        kinds = grouped(
-            (key[0], total.div_(self.counts[key]))
-            for key, total in self.inputs.items()
-            if counts[key[0]] == tokens or self.counts[key] >= len(total)
-        )
+        means, kinds = dict[str, Tensor](), dict[str, tuple[Tensor, ...]]()
+        for name, sums in self.inputs.items():
+            counts = self.counts[name]
+            means[name] = torch.stack([*sums.values()]).sum(0) / counts.total()
+            enough = [kind for kind in sums if counts.total() == tokens or counts[kind] >= len(sums[kind])]
+            kinds[name] = tuple(sums[kind].div_(counts[kind]) for kind in enough)
         statistics = {}
         for name, module in modules.items():
             if (owner := self.shared.get(name)) is None:  # an expert may have seen no token
                 statistics[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
-            outputs, of_kinds = self.outputs[name].div_(tokens), tuple(kinds.get(owner, ()))
-            statistics[name] = CalibrationStatistics(means[owner], outputs, counts[owner], of_kinds)
+            outputs, count = self.outputs[name].div_(tokens), self.counts[owner].total()
+            statistics[name] = CalibrationStatistics(means[owner], outputs, count, kinds[owner])
         return shrunk_to_peers(statistics)
 
 
@@ -212,9 +212,9 @@ class Calibration:
         self.kinds, self.batches = zip(*pairs, strict=True)
         self.tokens = blocks.numel()
         self.layers = LayerByLayer(model)
-        self.streams = Streams(self.folder, len(self.batches))
+        self.states = LayerStates(self.folder, len(self.batches))
         #: the layers whose states stay on disk; those of the others are computed again
-        self._stored: frozenset[int] = frozenset()
+        self._permanent: frozenset[int] = frozenset()
 
     @property
     def loss(self) -> float:
@@ -258,43 +258,39 @@ class Calibration:
 
     def _prepare(self) -> None:
         """Compute the hidden states, and the gradient at the last of them, unless they are on disk."""
-        if not self._stored:
+        if not self._permanent:
             for part in {part.shape: part for part in self.batches}.values():
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
-            self._stored = self._layers_stored(self.tokens * states.shape[-1] * states.element_size())
+            stream, total = self.tokens * states.shape[-1] * states.element_size(), len(self.layers)
+            count, _ = states_on_disk(total, stream, stored_bytes(self.model))
+            self._permanent = frozenset(total * at // count for at in range(count))
             release_freed_memory()  # of reading texts, and of the model run as a whole
-        has_states = 0 in self.streams.indices("hidden") and self.streams.indices("gradient") == [len(self.layers)]
+        has_states = 0 in self.states.indices("hidden") and self.states.indices("gradient") == [len(self.layers)]
         if not (has_states and (self.folder / "loss.json").is_file()):
             self._forward()
-            self.streams.write("gradient", len(self.layers), self._gradients_of_loss())
-            self.streams.remove("hidden", len(self.layers))
+            self.states.write("gradient", len(self.layers), self._gradients_of_loss())
+            self.states.remove("hidden", len(self.layers))
             release_freed_memory()
-
-    def _layers_stored(self, stream: int) -> frozenset[int]:
-        """Return the layers whose states, of ``stream`` bytes each, stay on disk."""
-        total = len(self.layers)
-        count, _ = states_on_disk(total, stream, stored_bytes(self.model))
-        return frozenset(total * at // count for at in range(count))
 
     @torch.no_grad()
     def _forward(self) -> None:
         """Write the hidden states before layers, and those behind the last one."""
-        indices, total = self.streams.indices("hidden"), len(self.layers)
+        indices, total = self.states.indices("hidden"), len(self.layers)
         if 0 not in indices:
-            self.streams.write("hidden", 0, (self.layers.embed(part) for part in self.batches))
+            self.states.write("hidden", 0, (self.layers.embed(part) for part in self.batches))
         for index in range(indices[-1] if indices else 0, total):
             self._ensure_hidden(index + 1)
-            if index not in self._stored:
-                self.streams.remove("hidden", index)
+            if index not in self._permanent:
+                self.states.remove("hidden", index)
             release_freed_memory()
             self.on_progress("forward", index + 1, total)
 
     @torch.no_grad()
     def _ensure_hidden(self, index: int) -> None:
         """Compute the hidden states before layer ``index`` unless they are on disk."""
-        for before in range(max(at for at in self.streams.indices("hidden") if at <= index), index):
-            states = self.streams.read("hidden", before)
-            self.streams.write("hidden", before + 1, (self.layers.layer(before, part) for part in states))
+        for before in range(max(at for at in self.states.indices("hidden") if at <= index), index):
+            states = self.states.read("hidden", before)
+            self.states.write("hidden", before + 1, (self.layers.layer(before, part) for part in states))
 
     def _gradients_of_loss(self) -> Iterator[Tensor]:
         """Yield the gradients at the last hidden states, batch by batch; then write the loss and the head's statistics.
@@ -310,7 +306,7 @@ class Calibration:
         def on_head(name: str, module: nn.Module, args: tuple, output: Any) -> None:
             _add(inputs, name, args[0])
 
-        for ids, states in zip(self.batches, self.streams.read("hidden", len(self.layers)), strict=True):
+        for ids, states in zip(self.batches, self.states.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
             with frozen_parameters(self.model), forward_hooks_on(heads, on_head), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
@@ -336,7 +332,7 @@ class Calibration:
         ``index``. Those behind it are removed when the next layer is requested: a killed walk repeats the last layer.
         """
         self._prepare()
-        total, indices, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
+        total, indices, lowest = len(self.layers), self.states.indices(kind), max(0, min(self.targets))
         remaining = indices[-1] if indices else total
         if remaining == total - 1 and remaining in self.targets and remaining not in used:
             remaining = total  # killed before the last layer was used: its gradients are those of the loss
@@ -344,21 +340,21 @@ class Calibration:
             self._ensure_hidden(index)
             sums, group = StatisticsSums(diagonal=diagonal), self.targets.get(index, {})
             with frozen_parameters(self.model), forward_hooks_on(group.items(), sums.on_forward):
-                gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
-                self.streams.write(kind, index, self._before(index, gradients, sums))
+                gradients = self.states.read("gradient" if index + 1 == total else kind, index + 1)
+                self.states.write(kind, index, self._before(index, gradients, sums))
             # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that Python's
             # collector does not see.
             sums.new_pass()
             if group:
                 yield index, sums.statistics(group, self.tokens)
-            self.streams.remove(kind, index + 1)
-            if index not in self._stored:
-                self.streams.remove("hidden", index)
+            self.states.remove(kind, index + 1)
+            if index not in self._permanent:
+                self.states.remove("hidden", index)
             release_freed_memory()
             self.on_progress(phase, total - index, total)
         if -1 in self.targets:
             yield -1, self._table_statistics(kind)
-        self.streams.remove(kind, lowest)
+        self.states.remove(kind, lowest)
 
     def _table_statistics(self, kind: str) -> Statistics:
         """Return the statistics of embedding and head.
@@ -366,7 +362,7 @@ class Calibration:
         The variances of the head's outputs also serve as the frequencies of tokens in the embedding.
         """
         head = load_tensors(self.folder / "head.safetensors")
-        pairs = zip(self.batches, self.streams.read(kind, 0), strict=True)
+        pairs = zip(self.batches, self.states.read(kind, 0), strict=True)
         gradients = (self.layers.gradient_of_rows(ids, gradient) for ids, gradient in pairs)
         squares = sum(gradient.double().square().sum((0, 1)) for gradient in gradients) / self.tokens
         statistics, table = {}, self.model.get_input_embeddings()
@@ -379,7 +375,7 @@ class Calibration:
 
     def _before(self, index: int, gradients: Iterator[Tensor], sums: StatisticsSums) -> Iterator[Tensor]:
         """Yield the gradients at the input of layer ``index``, batch by batch, from those behind it."""
-        for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), gradients, strict=True):
+        for kind, states, gradient in zip(self.kinds, self.states.read("hidden", index), gradients, strict=True):
             sums.new_pass()
             sums.kind = kind
             states.requires_grad_(True)

@@ -53,7 +53,7 @@ def load_tensors(path: str | Path) -> dict[str, Tensor]:
         return tensors
 
 
-class Streams:
+class LayerStates:
     """Store the tensors between decoder layers on disk, batch by batch, by kind and the index of the next layer.
 
     Each is whole or not there, so that a killed process resumes at the last of them.
@@ -66,24 +66,24 @@ class Streams:
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
 
-    def _place(self, kind: str, index: int) -> Path:
+    def _path(self, kind: str, index: int) -> Path:
         return self.folder / f"{kind}-{index:04d}"
 
     def write(self, kind: str, index: int, batches: Iterable[Tensor]) -> None:
         """Write the batches as they are produced, one in memory at a time."""
         self.remove(kind, index)
-        with files.atomic_directory(self._place(kind, index)) as temporary:
+        with files.atomic_directory(self._path(kind, index)) as temporary:
             for batch, states in enumerate(batches):
                 save_tensors(temporary / f"{batch}.safetensors", {"states": states})
 
     def read(self, kind: str, index: int) -> Iterator[Tensor]:
         """Yield the batches."""
         for batch in range(self.count):
-            yield load_tensors(self._place(kind, index) / f"{batch}.safetensors")["states"]
+            yield load_tensors(self._path(kind, index) / f"{batch}.safetensors")["states"]
 
     def remove(self, kind: str, index: int) -> None:
         """Remove the batches, if they are there."""
-        shutil.rmtree(self._place(kind, index), ignore_errors=True)
+        shutil.rmtree(self._path(kind, index), ignore_errors=True)
 
     def indices(self, kind: str) -> list[int]:
         """Return the indices of the layers before which batches of a kind are stored."""

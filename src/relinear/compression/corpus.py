@@ -23,10 +23,14 @@ from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import eval_mode
 from relinear.data.chat import Conversation, TerminatedText
 from relinear.data.tokenizers import encode_documents, text_start, windows
-from relinear.distill.record import documents
+from relinear.distill.record import iter_documents
 
 #: documents read for each block of calibration, if there are so many; and the most characters
 DOCUMENTS, LOOKED_AT = 4, 2**26
+#: windows and documents to evaluate on
+LEAST_WINDOWS, LEAST_DOCUMENTS = 30, 6
+#: the kind of text that the model writes itself, as ``Excerpt.corpus``
+SAMPLED = "sampled"
 #: texts that the model writes at a time
 SAMPLED_AT_ONCE = 16
 #: characters of a document's sections for each token of a block: more than one block in most texts
@@ -47,10 +51,16 @@ _Block = tuple[Excerpt, list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class CompressionData:
-    """Hold token ids (N, T) for calibration, healing and evaluation, and other evaluation texts by name.
+    """Hold token ids (N, T) for calibration, healing and evaluation.
 
-    unseen: whether the blocks for evaluation are in none of the others. excerpts, evaluation_excerpts: where the blocks
-    for calibration and for evaluation begin.
+    Args:
+        blocks: for calibration.
+        healing: for healing.
+        evaluation: for evaluation.
+        unseen: whether the blocks for evaluation are in none of the others.
+        excerpts: where the blocks for calibration begin.
+        evaluation_excerpts: where those for evaluation begin.
+        elsewhere: of other texts to evaluate on, by name.
     """
 
     blocks: Tensor
@@ -76,7 +86,10 @@ class CompressionData:
         """Return warnings about how far figures on these texts can be trusted."""
         remarks = list[str]()
         if len({excerpt.corpus for excerpt in self.excerpts} - {SAMPLED}) == 1:
-            remarks.append(ONE_KIND)
+            remarks.append(
+                "calibrated on one kind of text; the loss on other kinds may be higher: give --data several times, "
+                "with different kinds of text"
+            )
         if not self.unseen:
             remarks.append("the corpus is too small to hold text out: the result is evaluated on its calibration text")
         elif shared := {e[:2] for e in self.evaluation_excerpts} & {e[:2] for e in self.excerpts}:
@@ -87,18 +100,6 @@ class CompressionData:
             needed = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
             remarks.append(f"evaluated on {count}; intervals need {needed}")
         return remarks
-
-
-#: windows and documents to evaluate on
-LEAST_WINDOWS, LEAST_DOCUMENTS = 30, 6
-
-
-#: the kind of text that the model writes itself, as ``Excerpt.corpus``
-SAMPLED = "sampled"
-ONE_KIND = (
-    "calibrated on one kind of text; the loss on other kinds may be higher: give --data several times, with different "
-    "kinds of text"
-)
 
 
 @torch.no_grad()
@@ -124,39 +125,42 @@ def with_sampled_text(corpus: CompressionData, model: Any, folder: Path, seed: i
     return dataclasses.replace(corpus, blocks=blocks, excerpts=tuple(excerpts))
 
 
-class _Texts:
-    """Hold the documents of one corpus read so far, and their sections in the order in which they are taken."""
+class Documents:
+    """Hold the documents of one corpus that are read so far; divide them into sections, and take blocks of these."""
 
     def __init__(self, name: str, data: Iterable[Any], tokenizer: Any, settings: CompressSettings) -> None:
         self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
-        self.items = documents([data] if isinstance(data, str) else data, tokenizer)
-        self.read: list[Any] = []
+        self.items = iter_documents([data] if isinstance(data, str) else data, tokenizer)
+        #: what was read, as text or token ids
+        self.texts: list[Any] = []
+        #: token ids that stand before each text
         self.start: list[int] = []
+        #: characters read, and the documents that are read whatever else than calibration is asked for
         self.size = self.first = 0
 
-    def look(self, blocks: int, count: int) -> None:
+    def read(self, blocks: int, count: int) -> None:
         """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, or all there are.
 
         The first documents depend on ``blocks`` alone, so that the same text calibrates whatever else is asked for.
         """
         self._read_until(blocks, max(DOCUMENTS * blocks, 4 * LEAST_DOCUMENTS))
-        self.first = len(self.read)
+        self.first = len(self.texts)
         self._read_until(count, 0)
 
     def _read_until(self, blocks: int, documents: int) -> None:
         characters = blocks * self.length * 2 * SECTION
-        while self.size < characters or (self.size < LOOKED_AT and len(self.read) < documents):
+        while self.size < characters or (self.size < LOOKED_AT and len(self.texts) < documents):
             if (item := next(self.items, None)) is None:
                 return
-            if not self.read and isinstance(item, str):  # token ids are used unchanged
+            if not self.texts and isinstance(item, str):  # token ids are used unchanged
                 self.start = text_start(self.tokenizer)
-            self.read.append(item)
+            self.texts.append(item)
             self.size += len(item) * (1 if isinstance(item, str) else SECTION)
 
     def halves(self) -> tuple[list[Excerpt], list[Excerpt]]:
         """Return the sections of calibration and of evaluation documents; of a single document, its two halves."""
         order = random.Random(self.seed).sample(range(self.first), self.first)
-        order += range(self.first, len(self.read))
+        order += range(self.first, len(self.texts))
         by_document = [self._sections(at) for at in order]
         if len(order) == 1:
             middle = -(-len(by_document[0]) // 2)
@@ -164,7 +168,7 @@ class _Texts:
         return self._shuffled(by_document[::2]), self._shuffled(by_document[1::2])
 
     def _sections(self, document: int) -> list[Excerpt]:
-        item = self.read[document]
+        item = self.texts[document]
         step = SECTION * self.length if isinstance(item, str) else self.length
         length = 1 if isinstance(item, Conversation) else max(1, len(item))  # a conversation is one section
         return [Excerpt(self.name, document, at) for at in range(0, length, step)]
@@ -174,12 +178,11 @@ class _Texts:
         for sections in by_document:
             if sections:
                 random.Random(f"{self.seed} {sections[0].document}").shuffle(sections)
-        turns = itertools.zip_longest(*by_document)
-        return [section for turn in turns for section in turn if section is not None]
+        return _in_turns(by_document)
 
     def encode(self, section: Excerpt) -> list[int]:
         """Return token ids of a section; the words at its ends are whole."""
-        item, length = self.read[section.document], self.length
+        item, length = self.texts[section.document], self.length
         if not isinstance(item, str):
             return item[section.start : section.start + length]
         if not isinstance(item, Conversation) and len(item) > SECTION * length:
@@ -190,7 +193,10 @@ class _Texts:
     def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[_Block]:
         """Take ``count`` blocks, or all there are: one of each section, its remainder only if that is too little.
 
-        Sections that were used are taken from the list, from its end where ``last``.
+        Args:
+            sections: to take from; those that are used are removed.
+            count: of blocks.
+            last: whether to begin at the end of the list.
         """
         first_blocks, second_blocks = list[_Block](), list[_Block]()
         short_ids, short_sections = list[int](), list[Excerpt]()
@@ -206,12 +212,16 @@ class _Texts:
                 short_ids, short_sections = short_ids[cut[1] :], [section]
         return (first_blocks + second_blocks)[:count]
 
-    def end_to_end(self) -> list[_Block]:
-        """Return all blocks in order, documents joined; count ``tokens``."""
-        joined = [(e, i) for at in range(len(self.read)) for e in self._sections(at) for i in self.encode(e)]
-        self.tokens = len(joined)
+    def in_order(self) -> tuple[list[_Block], int]:
+        """Return all blocks in order, documents joined, and the number of tokens."""
+        joined = [(e, i) for at in range(len(self.texts)) for e in self._sections(at) for i in self.encode(e)]
         cut = windows([i for _, i in joined], self.start, self.length)
-        return [(joined[begin][0], window) for begin, _, window in cut]
+        return [(joined[begin][0], window) for begin, _, window in cut], len(joined)
+
+
+def _in_turns(lists: Iterable[list[Excerpt]]) -> list[Excerpt]:
+    """Return the first of each list, then the second of each, and so on."""
+    return [section for turn in itertools.zip_longest(*lists) for section in turn if section is not None]
 
 
 def _word(text: str, at: int) -> int:
@@ -249,7 +259,7 @@ def read_corpus(
     for name, data in corpora.items():
         counts = [-(-total // len(corpora)) for total in (count, healing_count, evaluation_count)]
         try:
-            by_corpus.append(_divided(_Texts(name, data, tokenizer, settings), *counts))
+            by_corpus.append(_divided(Documents(name, data, tokenizer, settings), *counts))
         except ValueError as error:
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
@@ -267,25 +277,25 @@ def read_corpus(
     )
 
 
-def _divided(texts: _Texts, calibrate: int, heal: int, evaluate: int) -> tuple[list[_Block], ...]:
+def _divided(documents: Documents, calibrate: int, heal: int, evaluate: int) -> tuple[list[_Block], ...]:
     """Return so many blocks for each purpose, fewer to evaluate on if the corpus is short.
 
     Raises:
         ValueError: if it is too short for the others.
     """
     count = calibrate + heal
-    texts.look(calibrate, count + evaluate)
-    first_half, second_half = texts.halves()
-    blocks = texts.take(first_half, calibrate)
+    documents.read(calibrate, count + evaluate)
+    first_half, second_half = documents.halves()
+    blocks = documents.take(first_half, calibrate)
     if len(blocks) == calibrate:
-        blocks += texts.take(first_half, heal)
-        blocks += texts.take(second_half, count - len(blocks), last=True)
+        blocks += documents.take(first_half, heal)
+        blocks += documents.take(second_half, count - len(blocks), last=True)
     if len(blocks) == count:
-        return sorted(blocks[:calibrate]), blocks[calibrate:], texts.take(second_half, evaluate)
-    blocks = texts.end_to_end()  # a corpus this short has no halves: one block after the other
+        return sorted(blocks[:calibrate]), blocks[calibrate:], documents.take(second_half, evaluate)
+    blocks, tokens = documents.in_order()  # a corpus this short has no halves: one block after the other
     if len(blocks) < count:
-        needed = f"{count * texts.length:,} are to be recorded ({'tokens plus heal_tokens' if heal else 'tokens'})"
-        raise ValueError(f"the corpus has {texts.tokens:,} tokens; {needed}: give more text or lower these")
+        needed = f"{count * documents.length:,} are to be recorded ({'tokens plus heal_tokens' if heal else 'tokens'})"
+        raise ValueError(f"the corpus has {tokens:,} tokens; {needed}: give more text or lower these")
     return sorted(blocks[:calibrate]), blocks[calibrate:count], blocks[count : count + evaluate]
 
 
@@ -299,15 +309,16 @@ def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings:
         raise ValueError("evaluate_on names texts to evaluate on, and evaluate=False leaves that out: give one of them")
     blocks_by_name = {}
     for name, items in texts.items():
-        read, count = _Texts(name, items, tokenizer, settings), settings.evaluation_blocks
+        corpus, count = Documents(name, items, tokenizer, settings), settings.evaluation_blocks
         try:
-            read.look(count, count)
+            corpus.read(count, count)
         except ValueError as error:
             raise ValueError(f"evaluate_on, {name}: {error}") from error
-        blocks = read.take([e for turn in itertools.zip_longest(*read.halves()) for e in turn if e], count)
+        blocks = corpus.take(_in_turns(corpus.halves()), count)
         if len(blocks) < count:
-            blocks = read.end_to_end()[:count]
+            in_order, tokens = corpus.in_order()
+            blocks = in_order[:count]
         if not blocks:
-            raise ValueError(f"evaluate_on, {name}: the corpus has {read.tokens:,} tokens, too few for a window")
+            raise ValueError(f"evaluate_on, {name}: the corpus has {tokens:,} tokens, too few for a window")
         blocks_by_name[name] = _stack(sorted(blocks), settings.sequence_length)
     return blocks_by_name

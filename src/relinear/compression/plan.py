@@ -22,9 +22,14 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """Plan one layer: its operator (None: unchanged), parameters after and before, predicted nats per token.
+    """Plan one layer.
 
-    bits: stored for each weight of the original layer; a float counts as at most half precision.
+    Args:
+        operator: that replaces it; None leaves it unchanged.
+        parameters: of the operator.
+        parameters_before: of the layer.
+        nats: predicted increase of the loss per token; None without a prediction.
+        bits: stored for each weight of the original layer; a float counts as at most half precision.
     """
 
     operator: OperatorConfig | None
@@ -89,8 +94,9 @@ class CompressPlan:
         Sizes are counted again. Operators may be mappings or text.
 
         Args:
-            path: of the file. model: the original.
-            stored: gives the bytes of a layer with an operator, if the reader's differ from relinear's.
+            path: of the file.
+            model: the original.
+            stored: gives the bytes of a layer with an operator, if another file format stores it.
 
         Raises:
             ValueError: if the file is not a plan, or names a layer that the model does not have or an operator that

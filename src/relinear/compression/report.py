@@ -25,14 +25,25 @@ DEGENERATE = 1.3
 class CompressReport:
     """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
 
-    plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats per token.
-    seconds: by phase, of this call. parameters_before: of the whole original. bytes, bytes_before: of all weights,
-    floats at no more than half precision. file, file_bytes: what the reader reads, and its whole size on disk; None
-    before it is written. corpus: the texts. model: its name. healing: None if there was none. budget: what was allowed;
-    None for a plan from a file.
-    evaluation: the compressed model compared with the original (loss, agreement, repeated text); None if it was not
-    measured. peak_memory_bytes: of this call. settings: all of them. left: what no target can name, such as experts
-    stored as one tensor, in words.
+    Args:
+        plan: what every layer became.
+        calibration_tokens: number of tokens that calibrated.
+        calibration_loss: of the original on them, in nats per token.
+        seconds: by phase, of this call.
+        parameters_before: of the whole original.
+        bytes: of all weights, floats at no more than half precision.
+        bytes_before: of the original's, likewise.
+        file: what the program that runs the model reads.
+        file_bytes: its size on disk; None before it is written.
+        corpus: the texts.
+        model: its name.
+        healing: None if there was none.
+        budget: what was allowed; None for a plan from a file.
+        evaluation: the compressed model compared with the original (loss, agreement, repeated text); None if it was
+            not measured.
+        peak_memory_bytes: of this call.
+        settings: all of them.
+        left: what no target can name, such as experts stored as one tensor, in words.
     """
 
     plan: CompressPlan

@@ -25,7 +25,7 @@ from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.hf.labels import without_padding
 
 
-def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
+def iter_documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
     """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids without padding.
 
     Raises:
@@ -93,7 +93,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
         data = [data]
     total = count * sequence_length
     ids: list[int] = []
-    items = documents(data, tokenizer)
+    items = iter_documents(data, tokenizer)
     first = next(items, None)
     prefix = text_start(tokenizer) if isinstance(first, str) else []  # token ids are used unchanged
     for document in _encoded(itertools.chain([] if first is None else [first], items), tokenizer):
