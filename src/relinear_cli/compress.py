@@ -58,7 +58,8 @@ def command(
     """
     from relinear.compression import CompressSettings
     from relinear.compression.requirements import compress_requirements
-    from relinear.compression.run import prepared
+    from relinear.compression.run import Compression
+    from relinear.surgery.separate_experts import separate_experts
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
@@ -70,18 +71,18 @@ def command(
     )
     model_tokenizer = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    with prepared(
-        loaded,
-        settings,
-        tokenizer=model_tokenizer,
-        targets=target or "all-linear",
-        exclude=exclude,
-        plan_file=plan,
-        out_dir=out,
-        overwrite=overwrite,
-    ) as compression:
-        folder = compression.run_folder
-        if dry_run or overwrite or folder is None or folder.read() is None:
+    with separate_experts(loaded):
+        compression = Compression(
+            loaded,
+            settings,
+            out,
+            tokenizer=model_tokenizer,
+            targets=target or "all-linear",
+            exclude=exclude,
+            plan_file=plan,
+            overwrite=overwrite,
+        )
+        if dry_run or overwrite or compression.run_folder.read() is None:
             print_requirements(compress_requirements(loaded, compression.settings))
         if dry_run:
             return

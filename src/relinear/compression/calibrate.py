@@ -50,7 +50,7 @@ StageCallback = Callable[[str, int, int], None]
 Statistics = Mapping[str, CalibrationStatistics]
 
 
-def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
+def model_fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
     """Return a hash of everything that decides a calibration's result, including the config."""
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _PASSING}
     named = (part for pair in model.named_parameters() for part in pair)
@@ -203,7 +203,7 @@ class Calibration:
         self.model, self.targets, self.folder, self.on_progress = model, targets, folder, on_progress
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
         batch, self.seed = settings.batch_size, settings.seed
-        key = fingerprint(model, blocks, names, {"batch": batch, "labels": self.seed, "kinds": kinds})
+        key = model_fingerprint(model, blocks, names, {"batch": batch, "labels": self.seed, "kinds": kinds})
         _write_or_check_fingerprint(self.folder, key)
         remove_temporaries(self.folder)
         blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)

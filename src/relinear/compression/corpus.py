@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.compression.calibrate import fingerprint
+from relinear.compression.calibrate import model_fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import eval_mode
@@ -109,7 +109,7 @@ def with_sampled_text(corpus: CompressionData, model: Any, folder: Path, seed: i
     The model continues the first token of the block, at temperature 1. Its text is stored in ``folder``.
     """
     replaced = corpus.blocks[1::2]
-    path = folder / f"{SAMPLED}-{fingerprint(model, corpus.blocks, [], {'seed': seed})[:16]}.safetensors"
+    path = folder / f"{SAMPLED}-{model_fingerprint(model, corpus.blocks, [], {'seed': seed})[:16]}.safetensors"
     if not path.is_file():
         new = replaced.shape[1] - 1
         with torch.random.fork_rng(), eval_mode(model):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.calibrate import fingerprint
+from relinear.compression.calibrate import model_fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import eval_mode, frozen_parameters, in_dtype
@@ -100,7 +100,7 @@ def heal(
         frozen_parameters(teacher),
     ):
         values = {name: getattr(options, name) for name in ("heal_learning_rate", "batch_size", "seed")}
-        key = fingerprint(model, blocks, [fingerprint(teacher, blocks, [], {})], values)
+        key = model_fingerprint(model, blocks, [model_fingerprint(teacher, blocks, [], {})], values)
         state = Path(home) / f"heal-{key[:16]}"
         state.mkdir(parents=True, exist_ok=True)
         for _, operator in named_operators(model):

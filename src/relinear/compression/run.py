@@ -1,4 +1,4 @@
-"""Compress a model: ``prepared`` checks the input, and ``Compression.run`` takes the steps, one after another."""
+"""Compress a model: ``Compression`` checks the input, and its ``run`` takes the steps, one after another."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from relinear.compression.budget import Budget, stored_bytes
+from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import Calibration
 from relinear.compression.candidates import SearchSpace, fit_layers_, load_plan
 from relinear.compression.checksums import is_edited
@@ -127,85 +126,20 @@ def compress(
         settings.model_dump(exclude_unset=True) if isinstance(settings, CompressSettings) else dict(settings or {})
     )
     options |= {name: value for name, value in {"bits": bits, "size": size, "keep": keep}.items() if value is not None}
-    with prepared(
-        model,
-        CompressSettings.load(options, "compress settings"),
-        tokenizer=tokenizer,
-        targets=targets,
-        exclude=exclude,
-        plan_file=plan_file,
-        out_dir=out_dir,
-        overwrite=overwrite,
-    ) as compression:
+    resolved = CompressSettings.load(options, "compress settings")
+    with separate_experts(model), tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder:
+        compression = Compression(
+            model,
+            resolved,
+            folder,
+            saves=out_dir is not None,
+            tokenizer=tokenizer,
+            targets=targets,
+            exclude=exclude,
+            plan_file=plan_file,
+            overwrite=overwrite,
+        )
         return compression.run(texts, evaluate_on or {}, plan_only, on_progress)
-
-
-@contextmanager
-def prepared(
-    model: Any,
-    settings: CompressSettings,
-    *,
-    tokenizer: Any = None,
-    targets: str | Iterable[str] = ALL_LINEAR,
-    exclude: str | Iterable[str] | None = None,
-    plan_file: str | Path | None = None,
-    out_dir: str | Path | None = None,
-    overwrite: bool = False,
-) -> Iterator[Compression]:
-    """Separate the experts of ``model`` within the block, and give its compression; arguments of ``compress``.
-
-    Raises:
-        ValueError: for all that can be refused before texts are read.
-    """
-    settings = fitted_window(settings, model)
-    file_format = FILE_FORMATS[settings.reader]
-    if file_format.file is not None and out_dir is None:
-        raise ValueError(
-            f"reader={settings.reader}: {file_format.file} is written into out_dir, and none is given: give it"
-        )
-    run_folder = None if out_dir is None else _checked_folder(Path(out_dir), model, settings, overwrite=overwrite)
-    file_format.check(model, tokenizer)
-    check_compressible(model, settings.sequence_length)
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory()) if run_folder is None else run_folder.path
-        stack.enter_context(separate_experts(model))
-        left = unreached(model, targets)
-        modules = linear_layers(model, targets, exclude)
-        if settings.by_bytes and file_format.tables and targets == ALL_LINEAR:
-            modules |= tables_of(model, exclude)
-        by_layer = by_decoder_layer(model, modules, tables=settings.by_bytes)
-        check_enough_tokens(settings, modules.values())
-        budget = budget_of(model, modules, settings, tokenizer)
-        plan_source: CompressPlan | SearchSpace = (
-            SearchSpace(modules, settings, budget)
-            if plan_file is None
-            else load_plan(plan_file, model, modules, settings, budget)
-        )
-        yield Compression(
-            model, settings, tokenizer, by_layer, left, budget, plan_source, Path(folder), run_folder, overwrite
-        )
-
-
-def _checked_folder(folder: Path, model: Any, settings: CompressSettings, *, overwrite: bool) -> RunFolder:
-    """Return the folder of the compression of ``model``.
-
-    Raises:
-        ValueError: if it holds that model, other programs' files, or results with other settings than ``settings``.
-    """
-    source = getattr(model, "name_or_path", "")
-    original, taken = Path(source).expanduser(), [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
-    if source and (original / "config.json").is_file() and original.resolve() in taken:
-        raise ValueError(f"{folder} holds the model itself, {original}; give another directory (--out) for the result")
-    run_folder = RunFolder(
-        folder,
-        task="compress",
-        record="compress.json",
-        names=("calibration", *_RESULTS),
-        earlier_records={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
-        settings_of=lambda record: record.get("settings", settings.measured),
-    )
-    run_folder.check(settings.measured, overwrite=overwrite)
-    return run_folder
 
 
 def proposal(folder: Path, name: str) -> Path:
@@ -213,33 +147,55 @@ def proposal(folder: Path, name: str) -> Path:
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 
-@dataclasses.dataclass(frozen=True)
 class Compression:
-    """Hold a compression whose input is checked; ``run`` takes its steps.
+    """Check the input of a compression, then ``run`` it.
 
     Args:
-        model: with separate experts; it is changed in place.
-        settings: with a window that the model reads.
-        tokenizer: of the model; None if texts are token ids.
-        by_layer: index of a decoder layer -> the layers of it that may be replaced, by name; at -1 embedding and head.
-        left: the weights that no target can name, in words.
-        budget: of these layers.
-        plan_source: a plan from a file, or what to choose it from.
+        model: with separate experts.
+        settings: of the compression.
         folder: of state and results.
-        run_folder: the same; None if it is temporary.
-        overwrite: whether to rename what is there.
+        saves: whether to save the model, too.
+        tokenizer, targets, exclude, plan_file, overwrite: as for ``compress``.
+
+    Raises:
+        ValueError: for all that can be refused before texts are read.
     """
 
-    model: Any
-    settings: CompressSettings
-    tokenizer: Any
-    by_layer: Mapping[int, Mapping[str, nn.Module]]
-    left: tuple[str, ...]
-    budget: Budget
-    plan_source: CompressPlan | SearchSpace
-    folder: Path
-    run_folder: RunFolder | None
-    overwrite: bool
+    def __init__(
+        self,
+        model: Any,
+        settings: CompressSettings,
+        folder: str | Path,
+        *,
+        saves: bool = True,
+        tokenizer: Any = None,
+        targets: str | Iterable[str] = ALL_LINEAR,
+        exclude: str | Iterable[str] | None = None,
+        plan_file: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.saves, self.overwrite = model, tokenizer, saves, overwrite
+        self.folder, self.settings = Path(folder), fitted_window(settings, model)
+        settings, self.file_format = self.settings, FILE_FORMATS[settings.reader]
+        if self.file_format.file is not None and not saves:
+            file = f"{self.file_format.file} is written into out_dir"
+            raise ValueError(f"reader={settings.reader}: {file}, and none is given: give it")
+        self.run_folder = _checked_folder(self.folder, model, settings, overwrite)
+        self.file_format.check(model, tokenizer)
+        check_compressible(model, settings.sequence_length)
+        self.left = unreached(model, targets)
+        modules = linear_layers(model, targets, exclude)
+        if settings.by_bytes and self.file_format.tables and targets == ALL_LINEAR:
+            modules |= tables_of(model, exclude)
+        self.by_layer = by_decoder_layer(model, modules, tables=settings.by_bytes)
+        check_enough_tokens(settings, modules.values())
+        self.budget = budget_of(model, modules, settings, tokenizer)
+        #: a plan from a file, or what to choose it from
+        self.plan_source: CompressPlan | SearchSpace = (
+            SearchSpace(modules, settings, self.budget)
+            if plan_file is None
+            else load_plan(plan_file, model, modules, settings, self.budget)
+        )
 
     def run(self, texts: Any, evaluate_on: Any, plan_only: bool, on_progress: ProgressCallback) -> CompressReport:
         """Take the steps, and write each result to the folder at once; arguments of ``compress``.
@@ -247,8 +203,8 @@ class Compression:
         Raises:
             ValueError: if texts do not fit the model, or no choice meets the budget.
         """
-        opened = self.run_folder and self.run_folder.open(self.settings.measured, overwrite=self.overwrite)
-        with opened or nullcontext(), os_errors_named(self.folder), eval_mode(self.model):
+        opened = self.run_folder.open(self.settings.measured, overwrite=self.overwrite)
+        with opened, os_errors_named(self.folder), eval_mode(self.model):
             return self._run(self._read(texts, evaluate_on, plan_only), plan_only, on_progress)
 
     def _run(self, corpus: CompressionData, plan_only: bool, on_progress: ProgressCallback) -> CompressReport:
@@ -307,10 +263,9 @@ class Compression:
 
         # write
         if not plan_only:
-            if self.run_folder is not None:
-                self._rename_earlier(self.run_folder, plan_file)
+            self._rename_earlier(plan_file)
             plan_file.replace(folder / "plan.json")
-            file_bytes = None if self.run_folder is None else self._write_model()
+            file_bytes = self._write_model() if self.saves else None
         report = CompressReport(
             plan,
             calibration.tokens,
@@ -323,7 +278,7 @@ class Compression:
             parameters_before=parameters_before,
             bytes_before=bytes_before,
             bytes=bytes_before - sum(round(p.parameters_before * (16 - p.bits) / 8) for p in plan.layers.values()),
-            file=FILE_FORMATS[settings.reader].file or MODEL,
+            file=self.file_format.file or MODEL,
             file_bytes=file_bytes,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
@@ -350,20 +305,42 @@ class Compression:
             corpus = with_sampled_text(corpus, self.model, self.folder / "calibration", self.settings.seed)
         return dataclasses.replace(corpus, elsewhere=elsewhere)
 
-    def _rename_earlier(self, run_folder: RunFolder, plan_file: Path) -> None:
+    def _rename_earlier(self, plan_file: Path) -> None:
         """Rename results of another plan or other settings. Called late: until then a kill leaves a model its plan."""
         made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan_file)["sha256"]}
-        if made_by != (run_folder.read() or {}).get("made"):
+        if made_by != (self.run_folder.read() or {}).get("made"):
             for name in _RESULTS:
                 if name != plan_file.name:
                     set_aside(self.folder / name)
-        run_folder.write(made=made_by)
+        self.run_folder.write(made=made_by)
 
     def _write_model(self) -> int:
         """Write the model, and the file of its program; return the bytes of the file that is read."""
-        file_format, path = FILE_FORMATS[self.settings.reader], self.folder / MODEL
+        file_format, path = self.file_format, self.folder / MODEL
         with at_half_precision(self.model) if self.settings.by_bytes else nullcontext():
             save_pretrained(self.model, path, tokenizer=self.tokenizer)
             if file_format.write is not None:
                 path = file_format.write(self.model, self.folder / str(file_format.file), tokenizer=self.tokenizer)
         return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+
+
+def _checked_folder(folder: Path, model: Any, settings: CompressSettings, overwrite: bool) -> RunFolder:
+    """Return the folder of the compression of ``model``.
+
+    Raises:
+        ValueError: if it holds that model, other programs' files, or results with other settings than ``settings``.
+    """
+    source = getattr(model, "name_or_path", "")
+    original, taken = Path(source).expanduser(), [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
+    if source and (original / "config.json").is_file() and original.resolve() in taken:
+        raise ValueError(f"{folder} holds the model itself, {original}; give another directory (--out) for the result")
+    run_folder = RunFolder(
+        folder,
+        task="compress",
+        record="compress.json",
+        names=("calibration", *_RESULTS),
+        earlier_records={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
+        settings_of=lambda record: record.get("settings", settings.measured),
+    )
+    run_folder.check(settings.measured, overwrite=overwrite)
+    return run_folder

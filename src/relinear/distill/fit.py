@@ -20,17 +20,21 @@ from relinear.contract.module_state import eval_mode, frozen_parameters
 from relinear.contract.objective import kl_terms
 from relinear.contract.operator import Operator
 from relinear.distill.record import output_of
+from relinear.distill.settings import DistillSettings
 
 #: recorded tokens that are evaluated at a time
 _ROWS = 4096
+#: about how often progress is reported while modules are trained
+REPORTS = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class FitError:
     """Hold the errors of outputs relative to the target outputs.
 
-    relative: sum of squared errors over the targets' sum of squares, or the divergence of logits.
-    cosine: mean cosine of a token's output with the target; None for logits.
+    Args:
+        relative: sum of squared errors over the targets' sum of squares, or the divergence of logits.
+        cosine: mean cosine of a token's output with the target; None for logits.
     """
 
     relative: float
@@ -41,10 +45,11 @@ class FitError:
 class FitObjective:
     """Define what modules are trained on together.
 
-    samples: number of training samples.
-    loss: returns the loss of some samples, by their indices.
-    error: returns the error of the current modules in eval mode.
-    by_cosine: whether results are compared by cosine.
+    Args:
+        samples: number of training samples.
+        loss: returns the loss of some samples, by their indices.
+        error: returns the error of the current modules in eval mode.
+        by_cosine: whether results are compared by cosine.
     """
 
     samples: int
@@ -59,34 +64,12 @@ class FitObjective:
         return after.relative <= before.relative
 
 
-@dataclasses.dataclass(frozen=True)
-class FitSchedule:
-    """Hold how modules are trained.
-
-    epochs: passes over the samples.
-    batch: samples per step.
-    learning_rate: the peak of Adam's.
-    seed: of the order of the samples.
-    report_every: steps between two reports of progress.
-    """
-
-    epochs: int
-    batch: int
-    learning_rate: float
-    seed: int
-    report_every: int = 1
-
-    def steps(self, samples: int) -> Sequence[Tensor]:
-        """Return the samples of each step, in a new order each pass; samples that do not fill a step are skipped."""
-        generator, batch = torch.Generator().manual_seed(self.seed), min(self.batch, samples)
-        passes = [torch.randperm(samples, generator=generator).split(batch) for _ in range(self.epochs)]
-        return [rows for epoch in passes for rows in epoch if len(rows) == batch]
-
-
 def improve(
     modules: Sequence[nn.Module],
     objective: FitObjective,
-    schedule: FitSchedule,
+    settings: DistillSettings,
+    batch: int,
+    learning_rate: float,
     on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> tuple[FitError, FitError]:
     """Train ``modules`` together in place with Adam and a cosine schedule; operators' auxiliary losses are added.
@@ -94,7 +77,9 @@ def improve(
     Args:
         modules: to train.
         objective: what to train on.
-        schedule: how to train.
+        settings: ``epochs`` of these, and ``seed`` of the order of the samples.
+        batch: samples per step; those that do not fill a step are skipped.
+        learning_rate: the peak.
         on_progress: called with step, steps and the loss.
 
     Returns:
@@ -109,10 +94,10 @@ def improve(
     for module in modules:
         roles = module.param_roles() if isinstance(module, Operator) else {}
         for name, parameter in module.named_parameters():
-            rate = schedule.learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)
+            rate = learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)
             groups.append({"params": [parameter], "lr": rate})
     optimizer = torch.optim.Adam(groups)
-    order = schedule.steps(objective.samples)
+    order = _order(objective.samples, min(batch, objective.samples), settings)
     cosine = lambda step: 0.5 * (1 + math.cos(math.pi * step / len(order)))  # noqa: E731
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
     with torch.enable_grad():
@@ -124,7 +109,7 @@ def improve(
             value.backward()
             optimizer.step()
             scheduler.step()
-            if step % schedule.report_every == 0 or step == len(order):
+            if step % max(1, len(order) // REPORTS) == 0 or step == len(order):
                 on_progress(step, len(order), float(value.detach()))
     optimizer.zero_grad()
     group.eval()
@@ -133,6 +118,13 @@ def improve(
         return before, after
     group.load_state_dict(initial)
     return before, before
+
+
+def _order(samples: int, batch: int, settings: DistillSettings) -> list[Tensor]:
+    """Return the samples of each step, in a new order each pass."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    passes = [torch.randperm(samples, generator=generator).split(batch) for _ in range(settings.epochs)]
+    return [rows for epoch in passes for rows in epoch if len(rows) == batch]
 
 
 # Errors and losses of outputs
@@ -161,16 +153,17 @@ def _loss(kind: str, outputs: Tensor, targets: Tensor, mean_square: float) -> Te
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class LayerSamples:
     """Hold the inputs of one layer and their target outputs.
 
-    inputs: (M, I).
-    outputs: takes rows, an index tensor or a slice, and returns their target outputs (rows, O).
-    contexts: (M, C), or None if the layer reads none.
+    Args:
+        inputs: (M, I).
+        targets: takes rows, an index tensor or a slice, and returns their target outputs (rows, O).
+        contexts: (M, C), or None if the layer reads none.
     """
 
     inputs: Tensor
-    outputs: Callable[[Tensor | slice], Tensor]
+    targets: Callable[[Tensor | slice], Tensor]
     contexts: Tensor | None = None
 
     def run(self, module: nn.Module, rows: Tensor | slice) -> Tensor:
@@ -179,22 +172,22 @@ class Pairs:
         with contextlib.nullcontext() if self.contexts is None else context(self.contexts[rows].to(reference)):
             return module(self.inputs[rows].to(reference))
 
-    def both(self, module: nn.Module, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+    def outputs_and_targets(self, module: nn.Module, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of the outputs of ``module`` and the target outputs, for some of the rows at a time."""
         for start in range(rows.start, rows.stop, _ROWS):
             part = slice(start, min(start + _ROWS, rows.stop))
-            yield self.run(module, part), self.outputs(part)
+            yield self.run(module, part), self.targets(part)
 
 
 @torch.no_grad()
-def measure(module: nn.Module, pairs: Pairs, rows: slice) -> FitError:
+def measure(module: nn.Module, samples: LayerSamples, rows: slice) -> FitError:
     """Return the errors of ``module``, in eval mode, on ``rows``."""
     with eval_mode(module):
-        return _error(pairs.both(module, rows))
+        return _error(samples.outputs_and_targets(module, rows))
 
 
 @torch.no_grad()
-def initialize_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) -> None:
+def initialize_bias_(module: Operator, samples: LayerSamples, rows: slice, *, fitted: bool) -> None:
     """Initialise the bias of ``module`` with the mean target output.
 
     Args:
@@ -205,29 +198,29 @@ def initialize_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: boo
     with eval_mode(module):
         sums = [
             (targets.double() - outputs.double() if fitted else targets.double()).sum(0)
-            for outputs, targets in pairs.both(module, rows)
+            for outputs, targets in samples.outputs_and_targets(module, rows)
         ]
     mean = sum(sums) / (rows.stop - rows.start)
     module.bias.copy_(module.bias + mean if fitted else mean)
 
 
-def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> FitObjective:
-    """Return the objective that trains ``module``, in its training precision, towards the outputs of ``pairs``.
+def layer_objective(module: nn.Module, samples: LayerSamples, train_rows: int, loss: str) -> FitObjective:
+    """Return the objective that trains ``module``, in its training precision, towards its target outputs.
 
     Args:
         module: to train.
-        pairs: inputs and target outputs.
+        samples: inputs and target outputs.
         train_rows: number of rows to train on, the first ones; the others are for evaluation.
         loss: "mse" or "cosine".
     """
-    held_out = slice(train_rows, len(pairs.inputs))
-    mean_square = float(pairs.outputs(slice(0, min(train_rows, 16384))).double().square().mean()) or 1.0
+    held_out = slice(train_rows, len(samples.inputs))
+    mean_square = float(samples.targets(slice(0, min(train_rows, 16384))).double().square().mean()) or 1.0
 
     def training_loss(rows: Tensor) -> Tensor:
-        outputs = pairs.run(module, rows)
-        return _loss(loss, outputs, pairs.outputs(rows).to(outputs), mean_square)
+        outputs = samples.run(module, rows)
+        return _loss(loss, outputs, samples.targets(rows).to(outputs), mean_square)
 
-    return FitObjective(train_rows, training_loss, lambda: measure(module, pairs, held_out), loss == "cosine")
+    return FitObjective(train_rows, training_loss, lambda: measure(module, samples, held_out), loss == "cosine")
 
 
 # Several operators, within the model
@@ -264,11 +257,13 @@ class _SinglePrecision(nn.Module):
 class InModelFit:
     """Fit operators within the model on blocks of tokens; targets are the outputs of the original model.
 
-    model: in eval mode; its parameters do not change.
-    operators: name -> operator, with every alias of a layer; the dtype may differ from the model's.
-    originals: the original modules by the same names.
-    blocks: (N, T); those from index ``train_blocks`` on are for evaluation.
-    batch: blocks per forward pass.
+    Args:
+        model: in eval mode; its parameters do not change.
+        operators: name -> operator, with every alias of a layer; the dtype may differ from the model's.
+        originals: the original modules by the same names.
+        blocks: (N, T); those from index ``train_blocks`` on are for evaluation.
+        train_blocks: number of blocks to train on.
+        batch: blocks per forward pass.
     """
 
     model: nn.Module
@@ -279,12 +274,12 @@ class InModelFit:
     batch: int
 
     def improve(
-        self, objective: FitObjective, schedule: FitSchedule, on_progress: Callable[..., None]
+        self, objective: FitObjective, settings: DistillSettings, on_progress: Callable[..., None]
     ) -> tuple[FitError, FitError]:
-        """Train the operators by ``improve``."""
+        """Train the operators together by ``improve``."""
         unique = list({id(operator): operator for operator in self.operators.values()}.values())
         with frozen_parameters(self.model):
-            return improve(unique, objective, schedule, on_progress)
+            return improve(unique, objective, settings, self.batch, settings.learning_rate, on_progress)
 
     def _ids(self, rows: Tensor | slice) -> Tensor:
         return self.blocks[rows].to(next(self.model.parameters()).device)
@@ -293,7 +288,7 @@ class InModelFit:
         for start in range(self.train_blocks, len(self.blocks), self.batch):
             yield self._ids(slice(start, start + self.batch))
 
-    def to_logits(self) -> FitObjective:
+    def logits_objective(self) -> FitObjective:
         """Return the objective KL(original model || model with operators) of the logits, in nats per token."""
 
         def divergence(ids: Tensor) -> Tensor:
@@ -309,7 +304,7 @@ class InModelFit:
 
         return FitObjective(self.train_blocks, lambda rows: divergence(self._ids(rows)), error)
 
-    def to_output(self, holder: str, loss: str) -> FitObjective:
+    def output_objective(self, holder: str, loss: str) -> FitObjective:
         """Return the objective "mse" or "cosine" of the outputs of the module ``holder``, which holds the operators."""
         casting = {id(operator): _SinglePrecision(operator).eval() for operator in self.operators.values()}
         operators = {name: casting[id(operator)] for name, operator in self.operators.items()}

@@ -111,35 +111,37 @@ class _Done(Exception):
 
 
 class Recording:
-    """Store the inputs of modules; a tensor that several modules read is stored once."""
+    """Store the inputs of modules; a tensor that several modules read is stored once.
+
+    Args:
+        tokens: number of all rows.
+        folder: for memory-mapped files; None stores everything in memory.
+    """
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
-        self.tokens, self.folder = tokens, folder
+        self.tokens, self.folder, self._row = tokens, folder, 0
         self._stores: dict[str, Tensor] = {}
-        #: name -> key in ``_stores``
-        self._keys: dict[str, str] = {}
+        #: name -> the name under which its values are stored
+        self._owners: dict[str, str] = {}
+        self._seen: dict[int, tuple[Tensor, str]] = {}
+
+    def new_pass(self, row: int) -> None:
+        """Forget the tensors of the previous pass; the next values go to rows from ``row`` on."""
+        self._row, self._seen = row, {}
 
     def clear(self) -> None:
         """Forget the recorded values."""
         self._stores.clear()
 
-    def write(self, name: str, values: Tensor, start: int, shared: dict[int, str]) -> None:
-        """Store values (..., size) from row ``start`` on, unless this pass has already stored the same memory.
-
-        Args:
-            name: of the values.
-            values: (..., size).
-            start: first row.
-            shared: address -> name of the values that this pass has stored.
-        """
-        if start == 0:
-            self._keys[name] = shared.setdefault(values.data_ptr(), name)
-        if self._keys[name] != name:
-            return
-        rows = values.detach().reshape(-1, values.shape[-1])
-        if name not in self._stores:
-            self._stores[name] = self._allocate(name, rows)
-        self._stores[name][start : start + len(rows)] = rows
+    def write(self, name: str, values: Tensor) -> None:
+        """Store values (..., size) under ``name``, unless this pass has already stored the same tensor."""
+        _, owner = self._seen.setdefault(id(values), (values, name))  # held, so that no other tensor gets its id
+        self._owners[name] = owner
+        if owner == name:
+            rows = values.detach().reshape(-1, values.shape[-1])
+            if name not in self._stores:
+                self._stores[name] = self._allocate(name, rows)
+            self._stores[name][self._row : self._row + len(rows)] = rows
 
     def _allocate(self, name: str, rows: Tensor) -> Tensor:
         shape = (self.tokens, rows.shape[-1])
@@ -159,7 +161,7 @@ class Recording:
         return self._values(f"{name} context")
 
     def _values(self, name: str) -> Tensor | None:
-        return self._stores.get(self._keys.get(name, name))
+        return self._stores.get(self._owners.get(name, name))
 
 
 @contextlib.contextmanager
@@ -190,18 +192,12 @@ def record(
     """
     dims = dict(context_dims or {})
     finished: set[str] = set()
-    shared: dict[int, str] = {}
-    row = 0
-    alive: list[Tensor] = []  # references, so that addresses are not reused within a pass
 
     def on_output(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        value = output if outputs else args[0]
-        alive.append(value)
-        recording.write(name, value, row, shared)
+        recording.write(name, output if outputs else args[0])
         if name in dims:
-            context = current_context(args[0], dims[name], name).expand(*args[0].shape[:-1], dims[name])
-            alive.append(context)
-            recording.write(f"{name} context", context.contiguous(), row, {})
+            context = current_context(args[0], dims[name], name)
+            recording.write(f"{name} context", context.expand(*args[0].shape[:-1], dims[name]))
         finished.add(name)
         if len(finished) == len(modules):
             raise _Done
@@ -215,12 +211,11 @@ def record(
         stack.callback(recording.clear)
         with torch.no_grad(), forward_hooks_on(modules.items(), on_output):
             for first in range(0, len(blocks), batch):
-                ids = blocks[first : first + batch].to(device)
-                _run_until_done(model, ids)
-                for cleared in (finished, shared, alive):
-                    cleared.clear()
-                row += ids.numel()
-                on_progress(min(first + batch, len(blocks)), len(blocks))
+                _run_until_done(model, blocks[first : first + batch].to(device))
+                done = min(first + batch, len(blocks))
+                recording.new_pass(done * blocks.shape[1])
+                finished.clear()
+                on_progress(done, len(blocks))
         yield recording
 
 

@@ -14,15 +14,19 @@ from relinear.system.text import columns
 class LayerFit:
     """Report one fitted layer.
 
-    name: of the layer in the model.
-    operator: its setting, as text.
-    parameters, parameters_before: of the operator and of the layer that it replaced.
-    start_error, error: squared error of the outputs over the targets' squares, on the validation tokens, before and
-        after fitting; with the loss "kl" the divergence of the final logits in nats per token.
-    cosine: mean cosine of a token's output with the target output (None with the loss "kl").
-    retrained: whether this layer was retrained rather than replaced.
-    joint_start_error, joint_error: if the operators of a decoder layer were trained together, the error of the outputs
-        of the module that contains them, before and after.
+    Args:
+        name: of the layer in the model.
+        operator: its setting, as text.
+        parameters: of the operator.
+        parameters_before: of the layer that it replaced.
+        start_error: squared error of the outputs over the targets' squares, on the validation tokens, before fitting;
+            with the loss "kl" the divergence of the final logits in nats per token.
+        error: likewise after fitting.
+        cosine: mean cosine of a token's output with the target output (None with the loss "kl").
+        retrained: whether this layer was retrained rather than replaced.
+        joint_start_error: if the operators of a decoder layer were trained together, the error of the outputs of the
+            module that contains them, before.
+        joint_error: likewise afterwards.
     """
 
     name: str
@@ -46,8 +50,11 @@ class LayerFit:
 class DistillReport:
     """Report every fitted layer in the order of fitting; printing it gives a table.
 
-    perplexity_before, perplexity: of the whole model before and after, on the tokens that were not fitted on; None for
-        a model that returns no logits.
+    Args:
+        layers: the fitted layers.
+        loss: "mse", "cosine" or "kl".
+        perplexity_before: of the whole model on the tokens that were not fitted on; None for a model without logits.
+        perplexity: afterwards.
     """
 
     layers: tuple[LayerFit, ...]

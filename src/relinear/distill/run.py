@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.deprecated import overwriting
-from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, initialize_bias_, measure, swapped, to_outputs
+from relinear.distill.fit import (
+    FitError,
+    InModelFit,
+    LayerSamples,
+    improve,
+    initialize_bias_,
+    layer_objective,
+    measure,
+    swapped,
+)
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
@@ -39,6 +49,7 @@ from relinear.system.files import atomic_path, damaged_file_errors, fingerprint,
 from relinear.system.machine import provenance
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
+from relinear.system.text import some_names
 
 _OVERWRITE = "overwrite=True (--overwrite)"
 
@@ -98,11 +109,10 @@ def distill_(
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     full_plan = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
-    settings_json, folder = settings.model_dump(mode="json"), None
-    overwrite = overwriting(overwrite, resume)
-    if out_dir is not None:
+    settings_json, overwrite = settings.model_dump(mode="json"), overwriting(overwrite, resume)
+    with contextlib.ExitStack() as stack:
         folder = RunFolder(
-            out_dir,
+            stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir,
             task="distill",
             record="distill.json",
             names=("layers", "recorded", "model", "report.json"),
@@ -110,56 +120,65 @@ def distill_(
             settings_of=lambda record: DistillSettings.upgraded(record.get("settings")),
         )
         folder.check(settings_json, overwrite=overwrite)
-    if not full_plan.replacements:
-        raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
-    if settings.bias:
-        _check_biases(full_plan)
-    if tokenizer is not None:
-        check_tokenizer_fits(tokenizer, model)
-    check_predicts_next_token(model, "distill_", needs_logits=settings.loss == "kl")
-    length = settings.sequence_length
-    train_blocks = settings.tokens // length
-    blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
-    run = _Run(model, settings, blocks, train_blocks, folder, on_progress)
-    layer_of = layer_finder(model)
-    groups = [list(g) for _, g in itertools.groupby(full_plan.replacements, key=lambda r: layer_of(r.name))]
-    for group in groups:  # both raise errors for impossible settings, before any work
-        run.retrained(group)
-        if settings.joint:
-            _common_parent(group)
-    with contextlib.nullcontext() if folder is None else folder.open(settings_json, overwrite=overwrite) as earlier:
-        report = _fit_remaining(run, groups, full_plan, earlier)
-        if folder is not None:
+        if not full_plan.replacements:
+            raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
+        if settings.bias:
+            _check_biases(full_plan)
+        if tokenizer is not None:
+            check_tokenizer_fits(tokenizer, model)
+        check_predicts_next_token(model, "distill_", needs_logits=settings.loss == "kl")
+        length = settings.sequence_length
+        train_blocks = settings.tokens // length
+        blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
+        layer_of = layer_finder(model)
+        groups = [list(g) for _, g in itertools.groupby(full_plan.replacements, key=lambda r: layer_of(r.name))]
+        distillation = Distillation(model, settings, blocks, train_blocks, folder, on_progress)
+        for group in groups:  # both raise errors for impossible settings, before any work
+            distillation.retrained(group)
+            if settings.joint:
+                _common_parent(group)
+
+        earlier = stack.enter_context(folder.open(settings_json, overwrite=overwrite))
+        with eval_mode(model):
+            before = distillation.perplexity("before")
+        if settings.bias:
+            _add_biases_(model, full_plan)
+        fits = distillation.restore(groups, full_plan, earlier)
+        with eval_mode(model):
+            for number, group in enumerate(groups[len(fits) :], start=len(fits)):
+                fits.append(distillation.fit_decoder_layer(number, group))
+                distillation.write_layer(number, group, fits)
+            after = distillation.perplexity("after")
+        report = DistillReport(tuple(itertools.chain(*fits)), settings.loss, before, after)
+        _warn_of_poor_fits(report)
+        if out_dir is not None:
             save_pretrained(model, folder.take("model"), tokenizer=tokenizer)
             facts = {"model": model_name(model), "settings": settings_json}
             write_json(folder.take("report.json"), report.to_dict() | facts | provenance())
     return report
 
 
-def _fit_remaining(
-    run: _Run, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
-) -> DistillReport:
-    """Fit the remaining layers, and return the report."""
-    with eval_mode(run.model):
-        before = run.perplexity("before")
-    if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
-        targets = [r.target for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
-        if targets:
-            attach_(run.model, LayerBias(layers=tuple(stock_name(target.name) for target in targets)))
-    done = run.restore(groups, full_plan, earlier)
-    with eval_mode(run.model):
-        for number, group in enumerate(groups[len(done) :], start=len(done)):
-            done.append(run.fit_layer(number, group))
-            run.write_layer(number, group, done)
-        after = run.perplexity("after")
-    report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
+def _warn_of_poor_fits(report: DistillReport) -> None:
     if poor := [fit for fit in report.layers if fit.worse_than_zeros]:
         warn_user(
             f"{len(poor)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
-            f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in poor[:5])}{' ...' if len(poor) > 5 else ''}. Try "
-            "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'"
+            f"{some_names([f'{fit.name} ({fit.error:.3g})' for fit in poor], 5)}. Try more tokens or epochs, another "
+            "learning_rate, a larger operator, or loss='mse'"
         )
-    return report
+
+
+def _check_biases(full_plan: Plan) -> None:
+    """Raise ValueError if ``bias=True`` and a layer cannot get a bias."""
+    for r in full_plan.replacements:
+        if isinstance(r.target.module, Operator) and r.target.module.bias is None:
+            raise ValueError(f"bias=True: {r.name} is an operator without a bias already; leave it out with exclude=")
+
+
+def _add_biases_(model: nn.Module, full_plan: Plan) -> None:
+    """Give every target without a bias a zero bias, so that its operator gets one."""
+    targets = [r.target for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
+    if targets:
+        attach_(model, LayerBias(layers=tuple(stock_name(target.name) for target in targets)))
 
 
 def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[Any] | None:
@@ -185,26 +204,29 @@ def _common_parent(group: list[Replacement]) -> str:
     return parent
 
 
-def _check_biases(full_plan: Plan) -> None:
-    """Raise ValueError if ``bias=True`` and a layer cannot get a bias."""
-    for r in full_plan.replacements:
-        if isinstance(r.target.module, Operator) and r.target.module.bias is None:
-            raise ValueError(f"bias=True: {r.name} is an operator without a bias already; leave it out with exclude=")
-
-
 @dataclasses.dataclass
-class _Run:
-    """Fit decoder layers one after another, and save and restore the state on disk."""
+class Distillation:
+    """Fit decoder layers one after another, and save and restore the state on disk.
+
+    Args:
+        model: changed in place.
+        settings: of the distillation.
+        blocks: token ids (N, T).
+        train_blocks: number of blocks to fit on; the others are held out.
+        folder: of the state.
+        on_progress: as for ``distill_``.
+        originals: copies of the layers that were replaced or trained again, under all their names, for the target
+            "original".
+        weights: size and hash of the weights of every layer that is done, by name of the file.
+    """
 
     model: nn.Module
     settings: DistillSettings
     blocks: Tensor
     train_blocks: int
-    folder: RunFolder | None
+    folder: RunFolder
     on_progress: ProgressCallback
-    #: copies of the layers that were replaced or trained again, under all their names, for the target "original"
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
-    #: size and hash of the weights of every layer that is done, by name of the file
     weights: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -240,8 +262,6 @@ class _Run:
         self, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
     ) -> list[list[LayerFit]]:
         """Restore the layers that an earlier call finished; ``model`` must not have been changed yet."""
-        if self.folder is None:
-            return []
         settings = self.settings.model_dump(mode="json")
         operators = [[r.name, r.config.to_dict()] for r in full_plan.replacements]
         digest = self.fingerprint(full_plan, settings, operators)
@@ -270,18 +290,14 @@ class _Run:
         return done
 
     def _write_record(self, done: list[list[LayerFit]]) -> None:
-        assert self.folder is not None
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
         self.folder.write(**self.identity, done=finished, weights=self.weights)
 
     def _weights_path(self, number: int) -> Path:
-        assert self.folder is not None
         return self.folder.path / "layers" / f"{number:04d}.safetensors"
 
     def write_layer(self, number: int, group: list[Replacement], done: list[list[LayerFit]]) -> None:
         """Write the layer's weights, then record it as done; a kill between the two repeats the layer."""
-        if self.folder is None:
-            return
         with atomic_path(self._weights_path(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
         self.weights[self._weights_path(number).name] = fingerprint(self._weights_path(number))
@@ -321,13 +337,13 @@ class _Run:
         return report
 
     def _record_activations(self, modules: Mapping[str, nn.Module], **kw: Any):
-        folder = (self.folder.path if self.folder else Path(".")) / "recorded" if self.settings.on_disk else None
+        folder = self.folder.path / "recorded" if self.settings.on_disk else None
         report = self._reporting("record", next(iter(modules)).rpartition(".")[0])
         return record(
             self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=report, **kw
         )
 
-    def fit_layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+    def fit_decoder_layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""
         retrained, copies, before = self.retrained(group), self._copies(group), {}
         if retrained:
@@ -347,7 +363,7 @@ class _Run:
         return {name: changed[id(module)] for name, module in modules if id(module) in changed}
 
     @contextlib.contextmanager
-    def _pairs(self, group: list[Replacement]) -> Iterator[dict[str, Pairs]]:
+    def _samples(self, group: list[Replacement]) -> Iterator[dict[str, LayerSamples]]:
         """Record and return the inputs and the target outputs of each layer of a group, by name."""
         modules = {r.name: r.target.module for r in group}
         dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
@@ -357,27 +373,13 @@ class _Run:
             if self.originals:
                 with swapped(self.model, self.originals):
                     original_outputs = stack.enter_context(self._record_activations(modules, outputs=True))
-            yield {r.name: self._pair(r, recording, original_outputs) for r in group}
+            yield {name: _layer_samples(name, module, recording, original_outputs) for name, module in modules.items()}
 
-    @staticmethod
-    def _pair(replacement: Replacement, recording: Recording, original_outputs: Recording | None) -> Pairs:
-        name = replacement.name
-        inputs, contexts = recording.inputs(name), recording.contexts(name)
-        if original_outputs is not None:
-            target_outputs = original_outputs.inputs(name)
-            return Pairs(inputs, lambda rows: target_outputs[rows].float(), contexts)
-        source = copy.deepcopy(replacement.target.module)
-        reference = next(source.parameters())
-
-        @torch.no_grad()
-        def outputs(rows: Tensor | slice) -> Tensor:
-            return source(inputs[rows].to(reference)).float()
-
-        return Pairs(inputs, outputs, contexts)
-
-    def _new_operator(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
+    def _new_operator(self, replacement: Replacement, number: int, samples: LayerSamples | None) -> Operator:
         """Return a new operator; its random numbers depend only on seed and layer. With ``bias``, set its bias."""
         config, settings = replacement.config, self.settings
+        source = copy.deepcopy(replacement.target.module)
+        source = source if settings.loss == "kl" else source.float()
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
         operator = None
         with torch.random.fork_rng(devices=[]):
@@ -389,37 +391,34 @@ class _Run:
             if operator is None:
                 torch.manual_seed(int.from_bytes(key[:4], "little"))
                 operator = config.convert(source, "fresh")
-        if pairs is not None and settings.bias:
-            initialize_bias_(operator, pairs, slice(0, self.train_tokens), fitted=fitted)
+        if samples is not None and settings.bias:
+            initialize_bias_(operator, samples, slice(0, self.train_tokens), fitted=fitted)
         return operator
 
     def _fit(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit a decoder layer's operators, each to its layer's outputs or all to the logits; replace the layers."""
-        by_logits, operators = self.settings.loss == "kl", dict[str, Operator]()
-        nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
-        with nothing if by_logits and not self.settings.bias else self._pairs(group) as pairs:
-            for r in group:
-                source = copy.deepcopy(r.target.module)
-                source = source if by_logits else source.float()
-                operators[r.name] = self._new_operator(r, number, source, pairs.get(r.name))
+        settings, by_logits, joint = self.settings, self.settings.loss == "kl", dict[str, Any]()
+        nothing: contextlib.AbstractContextManager[dict[str, LayerSamples]] = contextlib.nullcontext({})
+        with nothing if by_logits and not settings.bias else self._samples(group) as samples:
+            operators = {r.name: self._new_operator(r, number, samples.get(r.name)) for r in group}
+            batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
             by_name = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
-            schedule, joint = self._by_blocks, dict[str, Any]()
-            in_model = InModelFit(self.model, by_name, self.originals, self.blocks, self.train_blocks, schedule.batch)
-            if not by_logits:
-                by_rows, errors = self._by_rows(self.settings.learning_rate), {}
-                for name, operator in operators.items():
-                    objective = to_outputs(operator, pairs[name], self.train_tokens, self.settings.loss)
-                    errors[name] = improve([operator], objective, by_rows, self._reporting("fit", name))
-            if self.settings.joint:  # then together, to the outputs of the nearest module that holds them all
+            in_model = InModelFit(self.model, by_name, self.originals, self.blocks, self.train_blocks, batch)
+            if by_logits:
+                report = self._reporting("fit", group[0].name.rpartition(".")[0])
+                errors = dict.fromkeys(operators, in_model.improve(in_model.logits_objective(), settings, report))
+            else:
+                errors = {
+                    name: self._improve_layer("fit", name, operator, samples[name], settings.loss)
+                    for name, operator in operators.items()
+                }
+            if settings.joint:  # then together, to the outputs of the nearest module that holds them all
                 holder = _common_parent(group)
-                objective = in_model.to_output(holder, self.settings.loss)
-                before, after = in_model.improve(objective, schedule, self._reporting("fit", holder))
+                objective = in_model.output_objective(holder, settings.loss)
+                before, after = in_model.improve(objective, settings, self._reporting("fit", holder))
                 joint = {"joint_start_error": before.relative, "joint_error": after.relative}
                 held_out = slice(self.train_tokens, self.blocks.numel())
-                errors = {n: (errors[n][0], measure(operators[n], pairs[n], held_out)) for n in operators}
-        if by_logits:
-            report = self._reporting("fit", group[0].name.rpartition(".")[0])
-            errors = dict.fromkeys(operators, in_model.improve(in_model.to_logits(), schedule, report))
+                errors = {n: (errors[n][0], measure(operators[n], samples[n], held_out)) for n in operators}
         fits = []
         for r in group:
             counts = module_parameters(operators[r.name]), module_parameters(r.target.module)
@@ -428,27 +427,39 @@ class _Run:
         replace_with_states_(self.model, group, flat_states(operators))
         return fits
 
-    def _by_rows(self, learning_rate: float) -> FitSchedule:
-        """Return the schedule for training one module on recorded tokens."""
-        settings = self.settings
-        return FitSchedule(settings.epochs, settings.batch_size, learning_rate, settings.seed, report_every=20)
-
-    @property
-    def _by_blocks(self) -> FitSchedule:
-        """Return the schedule for training operators within the model."""
-        settings = self.settings
-        batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
-        return FitSchedule(settings.epochs, batch, settings.learning_rate, settings.seed)
+    def _improve_layer(
+        self, stage: str, name: str, module: nn.Module, samples: LayerSamples, loss: str
+    ) -> tuple[FitError, FitError]:
+        """Train one module on recorded tokens."""
+        settings, objective = self.settings, layer_objective(module, samples, self.train_tokens, loss)
+        rate = settings.retrain_learning_rate if stage == "retrain" else settings.learning_rate
+        return improve([module], objective, settings, settings.batch_size, rate, self._reporting(stage, name))
 
     def _retrain(self, name: str, target_outputs: Tensor) -> LayerFit:
         """Train one linear layer towards its outputs before the replacements."""
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
         with self._record_activations({name: module}) as recording:
-            pairs = Pairs(recording.inputs(name), lambda rows: target_outputs[rows].float())
-            objective = to_outputs(trained, pairs, self.train_tokens, "mse")
-            schedule = self._by_rows(self.settings.retrain_learning_rate)
-            initial, end = improve([trained], objective, schedule, self._reporting("retrain", name))
+            samples = LayerSamples(recording.inputs(name), lambda rows: target_outputs[rows].float())
+            initial, end = self._improve_layer("retrain", name, trained, samples, "mse")
         module.load_state_dict(trained.state_dict())
         kind, size = type(module).__name__, module_parameters(module)
         return LayerFit(name, kind, size, size, initial.relative, end.relative, end.cosine, retrained=True)
+
+
+def _layer_samples(
+    name: str, module: nn.Module, recording: Recording, original_outputs: Recording | None
+) -> LayerSamples:
+    """Return the recorded inputs of a layer with its outputs for them, or with those in the original model."""
+    inputs, contexts = recording.inputs(name), recording.contexts(name)
+    if original_outputs is not None:
+        target_outputs = original_outputs.inputs(name)
+        return LayerSamples(inputs, lambda rows: target_outputs[rows].float(), contexts)
+    source = copy.deepcopy(module)
+    reference = next(source.parameters())
+
+    @torch.no_grad()
+    def outputs(rows: Tensor | slice) -> Tensor:
+        return source(inputs[rows].to(reference)).float()
+
+    return LayerSamples(inputs, outputs, contexts)
