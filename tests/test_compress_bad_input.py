@@ -202,8 +202,8 @@ def test_tokens_of_which_whole_blocks_are_too_few(tmp_path) -> None:
 
 
 def test_plans_that_are_not_there(tmp_path) -> None:
-    missing = tmp_path / "none.json"
-    refused(tiny(), tokens(), "there is no plan .*none.json", tmp_path, settings=SETTINGS, plan_file=missing)
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_file=tmp_path / "none.json")
 
 
 def test_padding_does_not_calibrate():

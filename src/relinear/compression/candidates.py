@@ -106,12 +106,11 @@ class SearchSpace:
         inputs = [self.settings.reader, *(operator.to_dict() for operator in self.operators)]
         # rounding is planned as if rows did not make up for each other: the diagonal of the gradients is enough
         errors = calibration.map_layers("candidates", inputs, self._errors, diagonal=self.settings.by_bytes)
-        return {
-            name: dict(zip(itertools.chain(*sizes.values()), (0.5 * errors[name]).tolist(), strict=True))
-            if name in errors
-            else {}
-            for name, sizes in self.candidates.items()
-        }
+        nats = dict[str, dict[OperatorConfig, float]]()
+        for name, sizes in self.candidates.items():
+            in_order = itertools.chain(*sizes.values())
+            nats[name] = dict(zip(in_order, (0.5 * errors[name]).tolist(), strict=True)) if name in errors else {}
+        return nats
 
     def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
         """Return the errors of each layer's candidates, by the layer's name."""

@@ -101,11 +101,10 @@ class CompressPlan:
         Raises:
             ValueError: if the file is not a plan, or names a layer that the model does not have or an operator that
                 does not fit it.
+            OSError: if there is no such file.
         """
         modules = dict(model.named_modules())
         plans = {}
-        if not Path(path).is_file():
-            raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
         with damaged_file_errors(path, "not a compression plan", "give the file, such as DIR/plan.json"):
             values = read_json(path)
             rows = {name: dict(layer) for name, layer in dict(values["layers"]).items()}

@@ -57,12 +57,6 @@ class FitObjective:
     error: Callable[[], FitError]
     by_cosine: bool = False
 
-    def is_no_worse(self, after: FitError, before: FitError) -> bool:
-        """Return whether a result is no worse than the initialisation; NaN is worse."""
-        if self.by_cosine and after.cosine is not None and before.cosine is not None:
-            return after.cosine >= before.cosine
-        return after.relative <= before.relative
-
 
 def improve(
     modules: Sequence[nn.Module],
@@ -98,8 +92,9 @@ def improve(
             groups.append({"params": [parameter], "lr": rate})
     optimizer = torch.optim.Adam(groups)
     order = _order(objective.samples, min(batch, objective.samples), settings)
-    cosine = lambda step: 0.5 * (1 + math.cos(math.pi * step / len(order)))  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / len(order)))
+    )
     with torch.enable_grad():
         for step, rows in enumerate(order, start=1):
             value = objective.loss(rows) + sum(
@@ -114,7 +109,11 @@ def improve(
     optimizer.zero_grad()
     group.eval()
     after = objective.error()
-    if objective.is_no_worse(after, before):
+    if objective.by_cosine:
+        is_no_worse = after.cosine >= before.cosine  # type: ignore[operator]
+    else:
+        is_no_worse = after.relative <= before.relative  # False for NaN
+    if is_no_worse:
         return before, after
     group.load_state_dict(initial)
     return before, before
