@@ -244,8 +244,8 @@ class Calibration:
         folder = self.folder / f"{phase}-{key}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
-            used = {index for index, path in files.items() if path.is_file()}
-            for index, statistics in self._backward(phase, f"gradient-{key}", used, diagonal):
+            finished = {index for index, path in files.items() if path.is_file()}
+            for index, statistics in self._backward(phase, f"gradient-{key}", finished, diagonal):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
         return {name: value for path in files.values() for name, value in load_tensors(path).items()}
@@ -324,47 +324,48 @@ class Calibration:
         write_record(self.folder / "loss.json", {"loss": sum(losses) / count})
 
     def _backward(
-        self, phase: str, kind: str, used: Container[int], diagonal: bool
+        self, phase: str, gradient: str, finished: Container[int], diagonal: bool
     ) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the statistics of its linear layers.
 
-        On disk as layer ``index`` is yielded: hidden states before it, gradients of ``kind`` at ``index + 1`` and
-        ``index``. Those behind it are removed when the next layer is requested: a killed walk repeats the last layer.
+        On disk as layer ``index`` is yielded: hidden states before it, and states of the kind ``gradient`` at
+        ``index + 1`` and ``index``. Those behind it are removed when the next layer is requested: a killed walk repeats
+        the last layer.
         """
         self._prepare()
-        total, indices, lowest = len(self.layers), self.states.indices(kind), max(0, min(self.targets))
+        total, indices, lowest = len(self.layers), self.states.indices(gradient), max(0, min(self.targets))
         remaining = indices[-1] if indices else total
-        if remaining == total - 1 and remaining in self.targets and remaining not in used:
-            remaining = total  # killed before the last layer was used: its gradients are those of the loss
+        if remaining == total - 1 and remaining in self.targets and remaining not in finished:
+            remaining = total  # killed before the last layer was finished: its gradients are those of the loss
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
             sums, group = StatisticsSums(diagonal=diagonal), self.targets.get(index, {})
             with frozen_parameters(self.model), forward_hooks_on(group.items(), sums.on_forward):
-                gradients = self.states.read("gradient" if index + 1 == total else kind, index + 1)
-                self.states.write(kind, index, self._before(index, gradients, sums))
+                gradients = self.states.read("gradient" if index + 1 == total else gradient, index + 1)
+                self.states.write(gradient, index, self._gradients_before(index, gradients, sums))
             # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that Python's
             # collector does not see.
             sums.new_pass()
             if group:
                 yield index, sums.statistics(group, self.tokens)
-            self.states.remove(kind, index + 1)
+            self.states.remove(gradient, index + 1)
             if index not in self._permanent:
                 self.states.remove("hidden", index)
             release_freed_memory()
             self.on_progress(phase, total - index, total)
         if -1 in self.targets:
-            yield -1, self._table_statistics(kind)
-        self.states.remove(kind, lowest)
+            yield -1, self._table_statistics(gradient)
+        self.states.remove(gradient, lowest)
 
-    def _table_statistics(self, kind: str) -> Statistics:
+    def _table_statistics(self, gradient: str) -> Statistics:
         """Return the statistics of embedding and head.
 
         The variances of the head's outputs also serve as the frequencies of tokens in the embedding.
         """
         head = load_tensors(self.folder / "head.safetensors")
-        pairs = zip(self.batches, self.states.read(kind, 0), strict=True)
-        gradients = (self.layers.gradient_of_rows(ids, gradient) for ids, gradient in pairs)
-        squares = sum(gradient.double().square().sum((0, 1)) for gradient in gradients) / self.tokens
+        pairs = zip(self.batches, self.states.read(gradient, 0), strict=True)
+        gradients = (self.layers.gradient_of_rows(ids, grad) for ids, grad in pairs)
+        squares = sum(grad.double().square().sum((0, 1)) for grad in gradients) / self.tokens
         statistics, table = {}, self.model.get_input_embeddings()
         for name, module in self.targets[-1].items():
             inputs = squares.diag() if module is table else torch.zeros_like(head["inputs"])
@@ -373,7 +374,7 @@ class Calibration:
             statistics[name] = CalibrationStatistics(inputs, head["outputs"], self.tokens)
         return statistics
 
-    def _before(self, index: int, gradients: Iterator[Tensor], sums: StatisticsSums) -> Iterator[Tensor]:
+    def _gradients_before(self, index: int, gradients: Iterator[Tensor], sums: StatisticsSums) -> Iterator[Tensor]:
         """Yield the gradients at the input of layer ``index``, batch by batch, from those behind it."""
         for kind, states, gradient in zip(self.kinds, self.states.read("hidden", index), gradients, strict=True):
             sums.new_pass()

@@ -89,7 +89,7 @@ def _head_size(config: Any) -> int:
 def header_bytes(model: Any, tokenizer: Any) -> int:
     """Return an upper bound of the bytes before the tensors in ``model``'s file."""
     with tempfile.TemporaryDirectory() as folder:
-        writer = _begun(path := Path(folder) / "header.gguf", model, check_gguf(model, tokenizer), tokenizer)
+        writer = _new_writer(path := Path(folder) / "header.gguf", model, check_gguf(model, tokenizer), tokenizer)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
@@ -124,7 +124,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
         except ValueError as error:
             raise ValueError(f"{name} as {operator.config}: {error}") from error
     with atomic_path(path) as temporary:
-        writer = _begun(temporary, model, fields, tokenizer)
+        writer = _new_writer(temporary, model, fields, tokenizer)
         _write_tensors(writer, model.config, values, operators)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -133,7 +133,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     return Path(path)
 
 
-def _begun(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) -> Any:
+def _new_writer(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) -> Any:
     """Return the writer of a file, with everything but the tensors."""
     from gguf import GGUFWriter
 

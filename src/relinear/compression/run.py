@@ -102,7 +102,7 @@ def compress(
         evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
         out_dir: folder of statistics, plan, state, report (``report.json``, ``report.html``) and model. Killed and
             called again with the same arguments, it resumes. Other candidates, and budgets of the same unit and reader,
-            use the same statistics; the model of the earlier one is renamed: ``model.<time>``. None writes nothing.
+            use the same statistics; the model of the earlier one is renamed: ``model.<time>``. None leaves nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
         on_progress: called with a ``Progress``, whose ``stage`` is a key of ``STAGES``.
 

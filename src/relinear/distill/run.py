@@ -83,7 +83,7 @@ def distill_(
             ``prepare_data(...).train``. Read no further than ``tokens + validation_tokens``.
         tokenizer: of the model, needed for texts; saved with the model.
         settings: ``DistillSettings`` or a mapping of its fields.
-        out_dir: directory for state, report and the finished model; None writes nothing.
+        out_dir: directory for state, report and the finished model; None leaves nothing.
         overwrite: start over, and rename existing results in ``out_dir``: ``model`` becomes ``model.<time>``. By
             default an earlier call with the same arguments is resumed. The result equals that of an uninterrupted call
             bit for bit (on the same machine with the same number of threads).
