@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 import relinear
 from relinear.compression import compress
-from relinear.compression.calibrate import StatisticsSums, shrunk_to_peers
 from relinear.compression.export import export_compressed_tensors
+from relinear.compression.layer_statistics import StatisticsSums, shrunk_to_peers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.hf.attachments import attachments
 from relinear.surgery.separate_experts import ExpertLayers, fuse_experts_, separate_experts

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compression.budget import Budget, Candidate, allocate
-from relinear.compression.calibrate import Calibration, Statistics
+from relinear.compression.calibrate import Calibration
 from relinear.compression.file_formats import FILE_FORMATS
+from relinear.compression.layer_statistics import Statistics
 from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
 from relinear.compression.settings import CompressSettings
 from relinear.contract.linear_layers import dense_bias, dense_weight, linear_features, linear_of
