@@ -111,13 +111,14 @@ def test_calibration_holds_the_states_of_one_batch_however_many_there_are(tmp_pa
     assert most[0] == most[1] <= 4
 
 
-@pytest.mark.parametrize("kept", [(0, 1, 2), (0, 2)], ids=str)
-def test_killed_calibration_resumes_to_the_same_bits(kept, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("stored", [3, 2])
+def test_killed_calibration_resumes_to_the_same_bits(stored, tmp_path, monkeypatch) -> None:
+    """Also if the states before the last layer do not stay on disk."""
     blocks, ran = tokens(128)[0].view(8, 16), []
-    step = Calibration._before
-    monkeypatch.setattr(Calibration, "_layers_stored", lambda *_: frozenset(kept))
+    step = Calibration._gradients_before
+    monkeypatch.setattr("relinear.compression.calibrate.states_on_disk", lambda *_: (stored, 0))
     monkeypatch.setattr(
-        Calibration, "_before", lambda self, index, *more: ran.append(index) or step(self, index, *more)
+        Calibration, "_gradients_before", lambda self, index, *more: ran.append(index) or step(self, index, *more)
     )
 
     def run(folder, stop_at=None):
@@ -165,8 +166,8 @@ def test_states_take_at_most_twice_the_bytes_of_the_model(tmp_path, monkeypatch)
     assert max(most) < 2.1 * bytes_of_model  # headers of safetensors among it
     calibration.release()
     assert not list(tmp_path.glob("hidden-*")) + list(tmp_path.glob("gradient*"))
-    assert len(calibration._stored) < 16
-    monkeypatch.setattr(Calibration, "_layers_stored", lambda *_: frozenset(range(16)))
+    assert len(calibration._permanent) < 16
+    monkeypatch.setattr("relinear.compression.calibrate.states_on_disk", lambda *_: (16, 0))
     for name, moments in moments_of(calibrate(model, blocks, tmp_path / "one")).items():
         assert torch.equal(found[name].inputs, moments.inputs)
         assert torch.equal(found[name].outputs, moments.outputs)
