@@ -332,6 +332,7 @@ def test_every_analysis_has_its_page(tmp_path) -> None:
     for name in shown:
         assert f"Analysis: {name.replace('_', ' ')}" in page
     assert "<dt>command</dt><dd>relinear analyze MODEL</dd>" in page
+    assert f"What {len(shown)} analyses see" in page
     assert not [a for _, a in tags_of(page) for key in a if key.startswith("on")]
     assert len(page.encode()) < pages.LIMIT
     (folder / "top_tokens.json").write_text("{}")

@@ -34,6 +34,7 @@ def analyses_blocks(directory: Path) -> list[Block]:
 def analyses_section(directory: Path) -> Section:
     """Return the page's section about a directory that has only analyses. Raises as ``analyses_blocks``."""
     blocks, model, note = analyses_blocks(directory), directory.resolve().name, ""
+    titles = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
     if (directory / RECORD).is_file():
         record = read_values(directory / RECORD)
         model = record["model"]
@@ -41,7 +42,6 @@ def analyses_section(directory: Path) -> Section:
         options = {key: str(value) for key, value in record.items() if key not in known and value is not None}
         blocks += what_ran(record, options)
         note = about(record, record.get("data"))
-    titles = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
     sentence = f"What {len(titles)} analyses see in {model}: {', '.join(titles)}."
     blocks.insert(0, Text(sentence, lead=True))
     return Section(f"Analyses of {model}", "analyze", blocks, note=note)
