@@ -25,7 +25,6 @@ from relinear.contract.setting_text import parse_setting
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import locate_model
-from relinear.models.cgt import CGTModel
 
 LOW = relinear.LowRank(rank=2)
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -553,15 +552,6 @@ def test_unknown_settings_of_a_cgt(keyword, words):
 def test_a_size_by_its_other_name_is_checked_too():
     refused(lambda: relinear.CGTConfig(hidden_size=50, n_head=12), "n_embd=50")
     assert relinear.CGTConfig(hidden_size=24, num_attention_heads=2).n_embd == 24
-
-
-@pytest.mark.parametrize("config", [make_tiny_llama, make_tiny_gpt2, lambda: None, lambda: "x"])
-@pytest.mark.parametrize("model", [relinear.CGTForCausalLM, relinear.CGTForRegression, CGTModel])
-def test_a_cgt_of_another_config(model, config):
-    given = config()
-    given = given.config if isinstance(given, nn.Module) else given
-    said = quoted(given) if given in (None, "x") else type(given).__name__
-    refused(lambda: model(given), model.__name__, "relinear.CGTConfig", said)
 
 
 @pytest.mark.parametrize(
