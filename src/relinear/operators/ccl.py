@@ -124,10 +124,11 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
 
     def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """Return the basis gates (..., R), or the templates' weights (..., E), and the output gates (..., O)."""
+        g_basis: Tensor | None = None
         if self.config.composition != "gates":
             g_basis = self._template_weights(features, record)
-        else:
-            g_basis = None if self.basis_gate is None else gate(features, *self.basis_gate())
+        elif self.basis_gate is not None:
+            g_basis = gate(features, *self.basis_gate())
         return g_basis, None if self.output_gate is None else gate(features, *self.output_gate())
 
     def _per_feature(self, gates: Tensor | None) -> Tensor | None:
