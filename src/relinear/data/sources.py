@@ -261,7 +261,7 @@ def _by_split(
     if not parts:
         raise ValueError(f"{name!r} has no split named train, validation or test; it has {', '.join(map(str, loaded))}")
     sources = {
-        split: _source(f"{name} ({split})", lambda part=part: part, settings, [*key, split])
+        split: _source(f"{name} ({split})", functools.partial(lambda part: part, part), settings, [*key, split])
         for split, part in parts.items()
     }
     return sources, [f"the split {split}" for split in loaded if split not in SPLIT_NAMES]
