@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def reading_config(directory: Any) -> Iterator[None]:
     try:
         with os_errors_named(directory):
             yield
-    except (OSError, torch.OutOfMemoryError):
+    except (OSError, ImportError, UnpicklingError, torch.OutOfMemoryError):  # not about a value
         raise
     except Exception as error:
         message = " ".join(str(error).split())
