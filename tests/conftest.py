@@ -42,8 +42,19 @@ def _seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def _environment(tmp_path_factory):
-    """Tokenised data of the tests goes to a folder of the test run, never to the user's cache."""
+    """Tokenised data of the tests goes to a folder of the test run, never to the user's cache; figures are drafts."""
+    from matplotlib.figure import Figure
+
+    from relinear.pages import matplotlib_figures
+
+    save = Figure.savefig
+
+    def save_draft(figure, file, **options):
+        save(figure, file, **options | {"bbox_inches": None, "dpi": 50})
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save_draft)
+        patch.setitem(matplotlib_figures._STYLE, "figure.constrained_layout.use", False)  # takes most of the time
         patch.setenv("RELINEAR_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("COLUMNS", raising=False)  # tables have the width of a pipe, whatever the terminal's is
         patch.setattr("os.fsync", lambda handle: None)  # no test cuts the power, and every run waits dozens of times
