@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.main import get_command
 
+from conftest import mostly_slow
 from relinear_cli.errors import exit_code
 from relinear_cli.main import COMMANDS, _format_warning, app, main
 
@@ -219,7 +220,7 @@ def check(capfd, arguments, words):
     return message
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, *(CASES.keys() - {"a value nested without end"})))
 def test_one_message_and_nothing_written(case, tmp_path, text, saved, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if case == "NaN loss":  # a run that begins says first what it takes
