@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import relinear
 from compare_helpers import VOCABULARY, WIDTH, small
@@ -14,6 +15,7 @@ from relinear.compare.run import compare
 from relinear.compare.settings import CompareSettings
 from relinear.contract import config as registry
 from relinear.data import prepare_data
+from relinear.surgery.packed import packed_bytes
 from relinear.system.files import read_json
 from relinear.training import TrainSettings, train
 from relinear.training.run import build_model
@@ -175,17 +177,25 @@ def test_sizes_that_make_no_sense_are_refused(text, changes, said) -> None:
         CompareSettings.load(recipe)
 
 
-def test_a_size_that_no_width_reaches_is_refused_before_anything_is_written(text, tmp_path) -> None:
-    said = r"dense: no model width gives 500 bytes within 2\.0%; the nearest has .*, give another --size$"
+@pytest.mark.parametrize(("size", "in_full"), [(500, "500"), ("1000GB", "1,000,000,000,000")])
+def test_a_size_that_no_width_reaches_is_refused_before_anything_is_written(size, in_full, text, tmp_path) -> None:
+    said = rf"dense: no model width gives {in_full} bytes within 2\.0%; the nearest has .*, or give another --size$"
     with pytest.raises(ValueError, match=said):
-        compare(in_bytes(text, 500), tmp_path / "out", workers=0)
+        compare(in_bytes(text, size), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_far_too_large_for_memory_has_a_size() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2**20, 2**20, bias=False, device="meta"))
+    assert packed_bytes(model, 4) == 2**40 // 2 + 3 * 2**34
 
 
 def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:
     command = ["compare", "--recipe", "quick", "--match", "bytes", "--size", "20KB,30XB", "--out", str(tmp_path)]
     assert main(command) == 2
     assert "'30XB' is not a size of a file; write 500KB or 1.5MB" in capsys.readouterr().err
+    assert main(["compare", "--recipe", "quick", "--size", "20KB", "--out", str(tmp_path / "out")]) == 2
+    assert "--size is of the stored model: add --match bytes" in capsys.readouterr().err
     for size, expected in (("1.5MB", 1_500_000), ("20KiB", 20_480), (["30000", "20kB"], (20_000, 30_000))):
         assert CompareSettings.load(in_bytes(text, size)).match.to == expected
     assert [p.name for p in plan_comparison(CompareSettings.load(in_bytes(text, "30KB")), VOCABULARY)] == [

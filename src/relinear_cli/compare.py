@@ -90,6 +90,8 @@ def command(
         settings = read_plan(plan).comparison
     else:
         settings = _changed_settings(recipe, changes, operators, match, tune)
+    if size is not None and settings.match.by != "bytes":
+        raise ValueError("--size is of the stored model: add --match bytes")
     options.prepare_process()
     if dry_run or comparison_folder(out).check(settings.model_dump(mode="json"), overwrite=overwrite) is None:
         print_requirements(compare_requirements(settings, workers, timed=executor is None))

@@ -104,9 +104,9 @@ def matched(
     best = search.nearest()[0]
     mismatch = best.size.of(by) / target - 1
     if abs(mismatch) > tolerance:
-        advice = f"match.to={name} (its size as the target) or another resize"
+        advice = f"match.to={name} (its size as the target), or another resize"
         if by == "bytes":  # of which no entry keeps its own
-            advice = "give another --size"
+            advice = "or give another --size"
         raise ValueError(
             f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
             f"{tolerance:.1%}; the nearest has {best.size.of(by):,} ({mismatch:+.1%}). "
@@ -189,6 +189,8 @@ class _SizeSearch:
 
             size = size_at(width)
             exact_width = width + width * (self.target - size) / (size_at(2 * width) - size)
+            if exact_width > _WIDTH_FACTOR * width:
+                continue
             for multiple in (32, 16, 8, 4, 2, 1):
                 with contextlib.suppress(ValueError):  # an operator may not take this width
                     size = size_at(max(multiple, multiple * round(exact_width / multiple)))
