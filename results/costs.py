@@ -25,7 +25,7 @@ import added  # noqa: E402, F401  operators of the plans
 from biased import FITTED, FRESH  # noqa: E402
 from relinear.compare import CompareSettings, compare  # noqa: E402
 from relinear.compare.match import measure_size, plan_comparison  # noqa: E402
-from relinear.compare.settings import read_plan  # noqa: E402
+from relinear.compare.settings import read_preregistration  # noqa: E402
 from relinear.system.files import read_json, write_json  # noqa: E402
 from relinear.system.machine import describe_machine  # noqa: E402
 
@@ -42,7 +42,9 @@ _KEPT = ("parameters", "flops_per_token", "speed")
 
 def costs(name: str) -> dict[str, dict]:
     """Arm -> parameters, FLOPs of a forward pass, and the speeds of training and inference over the reference's."""
-    recipe = read_plan(HERE / "plans" / f"{name}.yaml").comparison.model_dump(mode="json", exclude_unset=True)
+    recipe = read_preregistration(HERE / "plans" / f"{name}.yaml").comparison.model_dump(
+        mode="json", exclude_unset=True
+    )
     train = recipe["train"]
     tokens = 2 * train["batch_size"] * train["data"]["sequence_length"]
     recipe = {key: value for key, value in recipe.items() if key not in ("tune", "budgets", "speed")}
@@ -69,8 +71,8 @@ def unplanned() -> dict[str, dict]:
 
 def cgt() -> dict[str, dict]:
     """Arm of CGT's plan on texts -> parameters and FLOPs of a forward pass, without those of attention's scores."""
-    plan = read_plan(HERE / "plans" / "cgt-sources-anew.yaml").comparison
-    sizes = {arm: measure_size(plan.settings_of(arm), 258) for arm in plan.entries}
+    recipe = read_preregistration(HERE / "plans" / "cgt-sources-anew.yaml").comparison
+    sizes = {arm: measure_size(recipe.settings_of(arm), 258) for arm in recipe.entries}
     return {arm: _sized(size.parameters, size.flops) for arm, size in sizes.items()}
 
 

@@ -26,7 +26,7 @@ from relinear.compare.results import gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import crossing, fit_power_law
 from relinear.compare.series import recipes_of_series
-from relinear.compare.settings import CompareSettings, Tune
+from relinear.compare.settings import CompareSettings, TuneSettings
 from relinear.compare.tune import check_neighbors, grid_search
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
@@ -151,7 +151,7 @@ def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
         tried.append(rate)
         return None if rate > 0.5 else (math.log10(rate) + 1.3) ** 2
 
-    tune = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=4)
+    tune = TuneSettings(learning_rates=(1e-3, 2e-3, 4e-3), extensions=4)
     found, _ = by_rate(tune, tmp_path, evaluate)
     assert tried == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]
     assert found.rate == 6.4e-2
@@ -168,7 +168,7 @@ def test_tuning_goes_on_after_a_kill(tmp_path):
             raise SystemExit
         return rate
 
-    tune = Tune(learning_rates=(1.0, 2.0), extensions=0)
+    tune = TuneSettings(learning_rates=(1.0, 2.0), extensions=0)
     with pytest.raises(SystemExit):
         by_rate(tune, tmp_path, killed)
     found, trials = by_rate(tune, tmp_path, lambda rate: 1 / rate)
@@ -177,7 +177,7 @@ def test_tuning_goes_on_after_a_kill(tmp_path):
 
 
 def test_divergence_everywhere_is_an_infinite_loss(tmp_path):
-    assert by_rate(Tune(), tmp_path, lambda rate: None)[0].loss == math.inf
+    assert by_rate(TuneSettings(), tmp_path, lambda rate: None)[0].loss == math.inf
 
 
 def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
@@ -191,7 +191,7 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
         best = 4e-3 * (0.02 / spread) ** (math.log(2) / math.log(5))
         return math.log(rate / best) ** 2 + math.log(spread / 0.1) ** 2
 
-    settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
+    settings = TuneSettings(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
     trials = trials_in(tmp_path, evaluate)
     found = run_search(grid_search(settings, trials, 0.02), made)
     assert (found.rate, found.initializer_range, found.loss) == (2e-3, 0.1, pytest.approx(0))
@@ -214,7 +214,7 @@ def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
         best, floor = {0.02: (4e-3, 9.0), 0.05: (4e-3, 1.0), 0.1: (1e-3, 0.5)}[spread]
         return floor + math.log(rate / best) ** 2 / 3
 
-    settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
+    settings = TuneSettings(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
     found = run_search(grid_search(settings, trials_in(tmp_path, evaluate), 0.05), made)
     assert evaluate(4e-3, 0.1) > evaluate(4e-3, 0.05)  # at the rate that was found at 0.05 it is behind
     assert (found.rate, found.initializer_range) == (1e-3, 0.1)
@@ -240,7 +240,7 @@ def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, m
         seen.append(rate)
         return abs(math.log(rate / best))
 
-    settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
+    settings = TuneSettings(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
     found = run_search(check_neighbors(settings, trials_in(tmp_path, evaluate), start), made)
     assert seen == tried
     assert (found.rate, found.edge) == (ends, edge)

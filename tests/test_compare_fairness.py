@@ -13,7 +13,7 @@ from relinear.compare.engine import run_search
 from relinear.compare.results import comparison_result
 from relinear.compare.run import compare
 from relinear.compare.series import recipe_at, recipes_of_series, series_results
-from relinear.compare.settings import CompareSettings, Tune
+from relinear.compare.settings import CompareSettings, TuneSettings
 from relinear.compare.speed import _throughput
 from relinear.compare.tune import check_neighbors
 from relinear.deprecated import with_new_columns
@@ -134,7 +134,7 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
 
 
 def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
-    settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
+    settings = TuneSettings(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
     trials = trials_in(tmp_path / "x", lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
     assert run_search(check_neighbors(settings, trials, 4e-3), made).rate == 5e-4
     hopeless = trials_in(tmp_path / "y", lambda rate, _: None)

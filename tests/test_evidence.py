@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from conftest import REPOSITORY, mostly_slow
 from relinear.compare import gaps
 from relinear.compare.figures import series
-from relinear.compare.settings import ComparisonPlan, Match, read_plan
+from relinear.compare.settings import MatchSettings, Preregistration, read_preregistration
 from relinear.contract import config as registry
 from relinear.deprecated import RENAMED_SETTINGS
 from relinear.system.confidence import half_width, seeds_needed, t_quantile
@@ -110,17 +110,17 @@ PLAN = {
 
 
 def test_a_plan_needs_the_seeds_of_its_power_or_a_reason():
-    assert ComparisonPlan.load(PLAN).seeds_needed == 3
+    assert Preregistration.load(PLAN).seeds_needed == 3
     few = PLAN | {"comparison": PLAN["comparison"] | {"seeds": [0, 1]}}
     with pytest.raises(ValueError, match="use 3, or say why not as without_power"):
-        ComparisonPlan.load(few)
-    assert ComparisonPlan.load(few | {"without_power": "hours of a core"}).comparison.seeds == (0, 1)
+        Preregistration.load(few)
+    assert Preregistration.load(few | {"without_power": "hours of a core"}).comparison.seeds == (0, 1)
 
 
 def test_a_plan_of_an_earlier_version_says_spread():
     earlier = {{"std": "spread", "std_from": "spread_from"}.get(key, key): value for key, value in PLAN.items()}
     with pytest.warns(DeprecationWarning, match="spread has a new name: std"):
-        assert ComparisonPlan.load(earlier) == ComparisonPlan.load(PLAN)
+        assert Preregistration.load(earlier) == Preregistration.load(PLAN)
 
 
 @pytest.mark.parametrize("more", [["--set", "train.steps=3"], ["-o", "hdpl"], ["--tune"], ["--recipe", "quick"]])
@@ -147,7 +147,7 @@ def committed() -> dict[str, tuple[str, dict]]:
         for folder, module in (("rotor", "added"), ("fair", "field"), ("hdpl", "dense_start")):
             patch.syspath_prepend(str(REPOSITORY / "results" / folder))
             importlib.import_module(module)
-        plans = {path.stem: read_plan(path) for path in (REPOSITORY / "results" / "plans").glob("*.yaml")}
+        plans = {path.stem: read_preregistration(path) for path in (REPOSITORY / "results" / "plans").glob("*.yaml")}
         found = {name: (plan.command, plan.comparison.model_dump(mode="json")) for name, plan in plans.items()}
     for name in {*sys.modules} - known:
         del sys.modules[name]
@@ -256,7 +256,7 @@ def test_records_differ_from_their_plan_as_their_page_says(committed):
             page = (folder / "README.md").read_text(encoding="utf-8")
             recipe = record["recipe"]  # with what came after it, under today's names
             train = {RENAMED_SETTINGS["TrainSettings"].get(key, key): value for key, value in recipe["train"].items()}
-            found = departures(comparison, recipe | {"match": Match.upgraded(recipe["match"]), "train": train})
+            found = departures(comparison, recipe | {"match": MatchSettings.upgraded(recipe["match"]), "train": train})
             assert [one for one in found if f"`{one}`" not in page] == []
             seen.append(name)
     assert "rotor" in seen

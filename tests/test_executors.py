@@ -102,6 +102,13 @@ def test_a_killed_run_is_told_of_and_ends_none_of_the_others(text, tmp_path, exp
     assert events[-1].run == events[-1].runs == 2
 
 
+@pytest.mark.parametrize(("executor", "extra"), [("slurm", "slurm"), ("tcp://127.0.0.1:8786", "dask")])
+def test_an_executor_names_its_package_if_that_is_missing(executor, extra, tmp_path, monkeypatch):
+    monkeypatch.setattr(executors, "find_spec", lambda package: None)
+    with pytest.raises(ImportError, match=re.escape(f"pip install 'relinear[{extra}]'")):
+        executor_at(executor, 1, tmp_path, {})
+
+
 COMMAND = "import sys; from relinear_cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 

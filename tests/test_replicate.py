@@ -24,9 +24,9 @@ COMPARED = [name for name in NAMES if read_paper(name).fits is None]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_papers_file_names_what_exists(name):
-    paper, plan = read_paper(name), replication(name)
+    paper, experiment = read_paper(name), replication(name)
     if paper.fits is None:
-        entries, measures = plan.recipe.entries, {*MEASURES, *ANALYZED}
+        entries, measures = experiment.recipe.entries, {*MEASURES, *ANALYZED}
     else:
         entries = ["original", *paper.fits.methods]
         measures = {f"{what}:{which}" for what in ("1", "2", "parameters", "error") for which in paper.fits.projections}

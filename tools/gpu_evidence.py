@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compare import CompareSettings, compare
-from relinear.compare.settings import read_plan
+from relinear.compare.settings import read_preregistration
 from relinear.contract.plugins import IMPORT_VARIABLE, import_from_environment
 
 __all__ = ["QUEUE", "carry_out", "rehearse"]
@@ -107,7 +107,7 @@ def _tiny(settings: CompareSettings, text: str) -> CompareSettings:
 def rehearse(out: Path, text: str) -> list[str]:
     """Take every plan through its steps; return the names of those that did not end."""
     for name in QUEUE:
-        compare(_tiny(read_plan(PLANS / f"{name}.yaml").comparison, text), out / name, workers=0)
+        compare(_tiny(read_preregistration(PLANS / f"{name}.yaml").comparison, text), out / name, workers=0)
         print(f"{name}: every step is there", flush=True)
     return [name for name in QUEUE if not _finished(out / name)]
 

@@ -189,7 +189,7 @@ def overwriting(overwrite: bool, resume: bool | None) -> bool:
 
 #: class of settings -> key of 0.2 -> its name now
 RENAMED_SETTINGS = {
-    "ComparisonPlan": {"spread": "std", "spread_from": "std_from"},
+    "Preregistration": {"spread": "std", "spread_from": "std_from"},
     "CompressSettings": {"menu": "candidates"},
     "TrainSettings": {"model_start": "model_init"},
 }

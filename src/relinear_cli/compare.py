@@ -64,7 +64,7 @@ def command(
     from relinear.compare.report import write_report
     from relinear.compare.requirements import compare_requirements
     from relinear.compare.run import compare
-    from relinear.compare.settings import read_plan
+    from relinear.compare.settings import read_preregistration
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements, print_results, print_scale
 
@@ -83,11 +83,11 @@ def command(
     changes = options.chosen_settings(chosen, overrides)
     if plan is not None and (recipe is not None or operators or tune or changes):
         raise ValueError("--plan fixes all settings: combine it only with --out, --workers and --executor")
-    placement = options.placement(workers, executor, slurm, partition)
+    execution = options.execution(workers, executor, slurm, partition)
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: add --recipe, or --operator at least once; see relinear compare --help")
     if plan is not None:
-        settings = read_plan(plan).comparison
+        settings = read_preregistration(plan).comparison
     else:
         settings = _changed_settings(recipe, changes, operators, match, tune)
     if size is not None and settings.match.by != "bytes":
@@ -98,7 +98,7 @@ def command(
     if dry_run:
         return
     with watch(resumable=True) as on_progress:
-        results = compare(settings, out, overwrite=overwrite, **placement, on_progress=on_progress)
+        results = compare(settings, out, overwrite=overwrite, **execution, on_progress=on_progress)
     report = write_report(out)
     if settings.sizes is None:
         print_results(results)

@@ -243,7 +243,7 @@ def find_model(name: str, *, presets: bool = True) -> str:
     return source
 
 
-def placement(
+def execution(
     workers: int | None, executor: str | None, slurm: list[str] | None, partition: str | None = None
 ) -> dict[str, Any]:
     """Return ``compare``'s arguments for where runs execute. Raises ValueError for SLURM settings without SLURM."""

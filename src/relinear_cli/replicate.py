@@ -53,16 +53,16 @@ def command(
     from relinear_cli.terminal import print_requirements
 
     choices = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
-    planned = replication(paper, **choices, seeds=options.parse_numbers("--seeds", seeds))
-    placement, out = options.placement(workers, executor, slurm), out or Path("runs") / paper
-    replication_folder(out).check(planned.request.model_dump(mode="json"), overwrite=overwrite)
+    experiment = replication(paper, **choices, seeds=options.parse_numbers("--seeds", seeds))
+    execution, out = options.execution(workers, executor, slurm), out or Path("runs") / paper
+    replication_folder(out).check(experiment.request.model_dump(mode="json"), overwrite=overwrite)
     options.prepare_process()
-    print_requirements(planned.requirements(workers))
+    print_requirements(experiment.requirements(workers))
     if dry_run:
         return
     with watch(resumable=True) as on_progress:
-        report = replicate(planned, out, overwrite=overwrite, **placement, on_progress=on_progress)
-    if planned.paper.analyze:
-        analyze_models(trained_in(out / COMPARISON), samples=planned.paper.samples)
+        report = replicate(experiment, out, overwrite=overwrite, **execution, on_progress=on_progress)
+    if experiment.paper.analyze:
+        analyze_models(trained_in(out / COMPARISON), samples=experiment.paper.samples)
         report = write_report_of([out])
     print(f"\nreport: {report.resolve()}")

@@ -87,8 +87,8 @@ class Engine:
 
     def __init__(self, executor: Executor, at_once: int, on_progress: ProgressCallback) -> None:
         self.executor, self.at_once, self.on_progress = executor, max(1, at_once), on_progress
-        #: stage -> runs and steps that are planned; a search may request more
-        self._planned = {"tune": (0, 0), "train": (0, 0)}
+        #: stage -> runs and steps that are expected; a search may request more
+        self._expected = {"tune": (0, 0), "train": (0, 0)}
         #: stage -> folder -> steps of requested runs
         self._requested: dict[str, dict[Path, int]] = {"tune": {}, "train": {}}
         #: folder -> steps of runs that have ended
@@ -96,16 +96,16 @@ class Engine:
         #: folder -> seconds and steps of whole runs whose pace is known
         self._paces: dict[Path, tuple[float, int]] = {}
 
-    def plan(self, stage: str, runs: int, steps: int) -> None:
+    def expect(self, stage: str, runs: int, steps: int) -> None:
         """Announce ``runs`` more runs of ``steps`` each, for the progress."""
-        planned_runs, planned_steps = self._planned[stage]
-        self._planned[stage] = planned_runs + runs, planned_steps + runs * steps
+        expected_runs, expected_steps = self._expected[stage]
+        self._expected[stage] = expected_runs + runs, expected_steps + runs * steps
 
     def _totals(self) -> tuple[int, int]:
         """Return how many runs and steps there are in all, as far as is known."""
         requested = self._requested.items()
-        runs = sum(max(self._planned[stage][0], len(steps)) for stage, steps in requested)
-        return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in requested)
+        runs = sum(max(self._expected[stage][0], len(steps)) for stage, steps in requested)
+        return runs, sum(max(self._expected[stage][1], sum(steps.values())) for stage, steps in requested)
 
     def run_round(self, runs: list[Run]) -> list[float]:
         """Execute the runs that have not ended; a failing run stops no other.

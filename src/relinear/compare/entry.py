@@ -8,7 +8,7 @@ from typing import Any
 
 from relinear.compare.engine import Run, Search, side_by_side
 from relinear.compare.folder import TUNING, seed_folder
-from relinear.compare.match import Planned
+from relinear.compare.match import SizedEntry
 from relinear.compare.schema import DivergedEntry, Tuning
 from relinear.compare.settings import CompareSettings, scaled_run
 from relinear.compare.tune import SearchResult, Trials, check_neighbors, grid_search, one_rate
@@ -26,12 +26,12 @@ DIVERGED_FILE = "diverged.json"
 class Choice:
     """Hold what tuning chose for an entry; None as initialisation or warm-up keeps the entry's own.
 
-    planned: the entry at its size, in the chosen bits.
+    entry: the entry at its size, in the chosen bits.
     trials: the searches with these settings; each holds its runs by learning rate.
     tuning: what ``results.json`` says of it; None for an entry that was not tuned.
     """
 
-    planned: Planned
+    entry: SizedEntry
     learning_rate: float
     initializer_range: float | None = None
     warmup_ratio: float | None = None
@@ -41,7 +41,7 @@ class Choice:
     @property
     def settings(self) -> TrainSettings:
         """Return the settings of the final runs, with the first seed."""
-        settings = _with_warmup(self.planned.settings, self.warmup_ratio)
+        settings = _with_warmup(self.entry.settings, self.warmup_ratio)
         return _with_rate(settings, self.learning_rate, self.initializer_range)
 
 
@@ -56,20 +56,20 @@ def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     return settings if ratio is None else settings.replace(warmup_steps=None, warmup_ratio=ratio)
 
 
-def least_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
+def least_runs(recipe: CompareSettings, entry: SizedEntry) -> list[tuple[str, int, int]]:
     """Return the runs that an entry needs at least: "train" or "tune", how many, and the steps of each.
 
     A search asks for more if its best value lies at an end of the grid.
     """
-    name, search, steps = planned.name, recipe.search_settings, planned.settings.steps
+    name, search, steps = entry.name, recipe.search_settings, entry.settings.steps
     runs = [("train", len(recipe.seeds), steps)]
-    searched = recipe.tunes_rate(name) or bool(planned.candidates)
+    searched = recipe.tunes_rate(name) or bool(entry.candidates)
     if searched:
         trials = len(search.learning_rates) if recipe.tunes_rate(name) else 1
-        if recipe.tunes_initialisation(name):
+        if recipe.tunes_initializer(name):
             trials += len(search.initializer_range or ())
-        trials *= len(recipe.warmup_grid(name)) * max(1, len(planned.candidates))
-        runs.append(("tune", trials, scaled_run(planned.settings, search.fraction).steps))
+        trials *= len(recipe.warmup_grid(name)) * max(1, len(entry.candidates))
+        runs.append(("tune", trials, scaled_run(entry.settings, search.fraction).steps))
     if search.check_full_length and not (searched and search.fraction == 1):  # else these runs are among the trials
         runs.append(("tune", 3, steps))
     return runs
@@ -80,12 +80,12 @@ class EntrySearch:
     """Find the settings of an entry and train it with them. out_dir: that of the comparison."""
 
     recipe: CompareSettings
-    planned: Planned
+    entry: SizedEntry
     out_dir: Path
 
     @property
     def _tuning_folder(self) -> Path:
-        return self.out_dir / TUNING / self.planned.name
+        return self.out_dir / TUNING / self.entry.name
 
     def run(self) -> Search[Choice | DivergedEntry]:
         """Tune the entry, then train it on every seed; if a final run diverges, all seeds take a lower rate."""
@@ -100,12 +100,12 @@ class EntrySearch:
                     raise NonFiniteLossError(f"training diverged at the learning rate {choice.learning_rate:g}")
                 write_json(self._tuning_folder / DIVERGED_FILE, sorted({*self._diverged_rates(), choice.learning_rate}))
         except NonFiniteLossError as error:
-            return {"name": self.planned.name, "text": str(error)}
+            return {"name": self.entry.name, "text": str(error)}
 
     def _tuned(self) -> Search[Choice]:
         """Choose rate, initialisation, warm-up and bits, as far as the recipe tunes them."""
-        choice = Choice(self.planned, self.planned.settings.learning_rate)
-        if self.recipe.tunes_rate(self.planned.name) or self.planned.candidates:
+        choice = Choice(self.entry, self.entry.settings.learning_rate)
+        if self.recipe.tunes_rate(self.entry.name) or self.entry.candidates:
             choice = yield from self._search_rates()
         if self.recipe.search_settings.check_full_length:
             choice = yield from self._check_at_full_length(choice)
@@ -113,16 +113,16 @@ class EntrySearch:
 
     def _search_rates(self) -> Search[Choice]:
         """Choose the best rate and initialisation at the best warm-up and bits, by short runs."""
-        warmups = self.recipe.warmup_grid(self.planned.name)
-        candidates = self.planned.candidates or (self.planned,)
+        warmups = self.recipe.warmup_grid(self.entry.name)
+        candidates = self.entry.candidates or (self.entry,)
         pairs = list(itertools.product(warmups, candidates))
-        searches = [self._trials(planned, warmup) for warmup, planned in pairs]
+        searches = [self._trials(entry, warmup) for warmup, entry in pairs]
         results = yield from side_by_side([self._best_rate(trials) for trials in searches])
-        best, trials, (warmup, planned) = min(zip(results, searches, pairs, strict=True), key=lambda row: row[0].loss)
+        best, trials, (warmup, entry) = min(zip(results, searches, pairs, strict=True), key=lambda row: row[0].loss)
         if not math.isfinite(best.loss):
             grid = list(self.recipe.search_settings.learning_rates)
             raise NonFiniteLossError(f"training diverged at every learning rate of {grid}; lower tune.learning_rates")
-        bits = planned.settings.bits
+        bits = entry.settings.bits
         fewest = bits != 2 and bits == min(self.recipe.match.bits)
         tuning: Any = {
             "trials": [row for search in searches for row in search.rows()],
@@ -136,15 +136,15 @@ class EntrySearch:
             "bits_edge": fewest if len(candidates) > 1 else None,
         }
         tuning = {key: value for key, value in tuning.items() if value is not None}
-        return Choice(planned, best.rate, best.initializer_range, warmup, (trials,), tuning)
+        return Choice(entry, best.rate, best.initializer_range, warmup, (trials,), tuning)
 
     def _best_rate(self, trials: Trials) -> Search[SearchResult]:
         """Search the rate and, if that is tuned, the initialisation; or try the rate that the entry has."""
-        settings, name = self.planned.settings, self.planned.name
+        settings, name = self.entry.settings, self.entry.name
         if not self.recipe.tunes_rate(name):
             return one_rate(trials, settings.learning_rate)
         initializer_range = None
-        if self.recipe.tunes_initialisation(name):
+        if self.recipe.tunes_initializer(name):
             initializer_range = preset_config(settings.model, **settings.model_overrides).initializer_range
         return grid_search(self.recipe.search_settings, trials, initializer_range)
 
@@ -154,17 +154,17 @@ class EntrySearch:
         if choice.trials and search.fraction == 1:
             (trials,) = choice.trials  # these are of full length
         else:
-            trials = self._trials(choice.planned, choice.warmup_ratio, full_length=True)
+            trials = self._trials(choice.entry, choice.warmup_ratio, full_length=True)
         best = yield from check_neighbors(search, trials, choice.learning_rate, choice.initializer_range)
         moved = best.rate != choice.learning_rate
         check = {"trials": trials.rows(), "from": choice.learning_rate, "moved": moved, "edge": best.edge}
         tuning: Any = {"trials": [], **(choice.tuning or {}), "edge": best.edge, "full_length": check}
         return dataclasses.replace(choice, learning_rate=best.rate, trials=(*choice.trials, trials), tuning=tuning)
 
-    def _trials(self, planned: Planned, warmup_ratio: float | None, full_length: bool = False) -> Trials:
-        """Return the runs of a search at one warm-up and in the bits of ``planned``; none has begun."""
+    def _trials(self, entry: SizedEntry, warmup_ratio: float | None, full_length: bool = False) -> Trials:
+        """Return the runs of a search at one warm-up and in the bits of ``entry``; none has begun."""
         search = self.recipe.search_settings
-        settings = scaled_run(_with_warmup(planned.settings, warmup_ratio), 1.0 if full_length else search.fraction)
+        settings = scaled_run(_with_warmup(entry.settings, warmup_ratio), 1.0 if full_length else search.fraction)
         settings = settings.replace(seed=search.seed, eval_every=0, save_model=False)
         # names of folders, and rows, say how this search differs from others of the entry
         prefix = "full-length-" * full_length
@@ -174,7 +174,7 @@ class EntrySearch:
         row = {key: value for key, value in row.items() if value is not None}
 
         def run_at(rate: float, initializer_range: float | None, folder: Path) -> Run:
-            label = f"tuning {planned.name}, learning rate {folder.name}"
+            label = f"tuning {entry.name}, learning rate {folder.name}"
             return Run("tune", label, _with_rate(settings, rate, initializer_range), folder)
 
         return Trials(self._tuning_folder, run_at, prefix, row)
@@ -199,7 +199,7 @@ class EntrySearch:
 
     def _final_run(self, choice: Choice, seed: int) -> Run:
         """Return the run of a seed. A run at a rate at which another seed has since diverged is renamed."""
-        name, seeds, diverged = self.planned.name, self.recipe.seeds, self._diverged_rates()
+        name, seeds, diverged = self.entry.name, self.recipe.seeds, self._diverged_rates()
         folder = seed_folder(self.out_dir, name, seed)
         if diverged and (folder / RUN).is_file():
             rate = read_json(folder / RUN)["settings"]["learning_rate"]

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,8 @@ _SECONDS_TO_SAVE = 60
 _MAX_JOBS, _RETRIES = 256, 3
 
 
-class Placement(NamedTuple):
-    """Hold where runs are executed: arguments of ``compare``, which says what they mean."""
+class Execution(NamedTuple):
+    """Hold where and how runs are executed: arguments of ``compare``, which says what they mean."""
 
     workers: int | None = None
     executor: Executor | str | None = None
@@ -252,8 +253,9 @@ def executor_at(
         return nullcontext(executor)
     if executor is None:
         return ProcessExecutor(workers, folder / "worker.log") if workers else InlineExecutor()
-    if executor == "slurm":
-        return Slurm(workers or _MAX_JOBS, folder / "slurm", parameters)
-    if "://" in executor:
-        return Dask(executor)
-    raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {executor!r}")
+    extra, package = ("slurm", "submitit") if executor == "slurm" else ("dask", "distributed")
+    if extra == "dask" and "://" not in executor:
+        raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {executor!r}")
+    if find_spec(package) is None:
+        raise ImportError(f"executor {executor!r} needs the package {package}: pip install 'relinear[{extra}]'")
+    return Slurm(workers or _MAX_JOBS, folder / "slurm", parameters) if extra == "slurm" else Dask(executor)

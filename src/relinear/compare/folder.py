@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.match import Planned
+from relinear.compare.match import SizedEntry
 from relinear.compare.schema import FORMAT, RESULTS, SCALE
 from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
@@ -58,7 +58,7 @@ def recipe_of(record: Mapping[str, Any]) -> Any:
 def claimed_folder(
     recipe: CompareSettings,
     out_dir: Path,
-    planned: list[Planned],
+    entries: list[SizedEntry],
     data: PackedData,
     overwrite: bool,
 ) -> Iterator[dict[str, Any]]:
@@ -72,7 +72,7 @@ def claimed_folder(
     tokens = {"train": data.train.checksum, "validation": data.validation.checksum}
     with folder.open(recipe.model_dump(mode="json"), overwrite=overwrite) as record:
         if record is None or "entries" not in record:
-            entries = {
+            sizes = {
                 entry.name: {
                     "parameters": entry.size.parameters,
                     "flops_per_token": entry.size.flops,
@@ -80,16 +80,16 @@ def claimed_folder(
                     "settings": entry.settings.model_dump(mode="json"),
                     "computed": _computed(entry.settings),
                 }
-                for entry in planned
+                for entry in entries
             }
-            record = folder.write(format=FORMAT, entries=entries, tokens=tokens, started=now())
+            record = folder.write(format=FORMAT, entries=sizes, tokens=tokens, started=now())
         else:
-            _check_as_begun(out_dir, record, planned, tokens)
+            _check_as_begun(out_dir, record, entries, tokens)
         yield record
 
 
 def _check_as_begun(
-    out_dir: Path, record: Mapping[str, Any], planned: list[Planned], tokens: Mapping[str, int]
+    out_dir: Path, record: Mapping[str, Any], entries: list[SizedEntry], tokens: Mapping[str, int]
 ) -> None:
     """Refuse to resume on other text, precision or device; earlier versions did not record them."""
     if record.get("tokens", tokens) != tokens:
@@ -97,7 +97,7 @@ def _check_as_begun(
             f"{out_dir} was begun on other text: files of train.data or its tokenizer have changed; restore them, or "
             "give another --out"
         )
-    for entry in planned:
+    for entry in entries:
         before, here = record["entries"].get(entry.name, {}).get("computed"), _computed(entry.settings)
         if before is not None and before != here:
             raise ValueError(

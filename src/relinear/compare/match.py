@@ -44,7 +44,7 @@ class ModelSize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class SizedEntry:
     """Hold an entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
 
     candidates: the entry in several bits, each at the width that makes its file as large as asked.
@@ -54,7 +54,7 @@ class Planned:
     settings: TrainSettings
     size: ModelSize
     size_mismatch: float | None
-    candidates: tuple["Planned", ...] = ()
+    candidates: tuple["SizedEntry", ...] = ()
 
 
 def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
@@ -79,7 +79,7 @@ def measure_size(settings: TrainSettings, vocab_size: int | None) -> ModelSize:
 
 def matched(
     settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, resizing: str, tolerance: float, name: str
-) -> Planned:
+) -> SizedEntry:
     """Return an entry resized so that its model comes as near to ``target`` as it can.
 
     Args:
@@ -124,18 +124,18 @@ class _SizeSearch:
     by: str
     target: int
     name: str
-    _tried: dict[str, Planned] = dataclasses.field(default_factory=dict)
+    _tried: dict[str, SizedEntry] = dataclasses.field(default_factory=dict)
 
-    def nearest(self) -> list[Planned]:
+    def nearest(self) -> list[SizedEntry]:
         """Return what was tried, the nearest to the target first."""
-        return sorted(self._tried.values(), key=lambda planned: abs(planned.size.of(self.by) - self.target))
+        return sorted(self._tried.values(), key=lambda entry: abs(entry.size.of(self.by) - self.target))
 
     def _size(self, candidate: TrainSettings) -> int:
         """Return the size of the model of ``candidate``, built at most once."""
         key = json.dumps([candidate.operators, candidate.model_overrides], sort_keys=True)
         if key not in self._tried:
             size = measure_size(candidate, self.vocab_size)
-            self._tried[key] = Planned(self.name, candidate, size, size.of(self.by) / self.target - 1)
+            self._tried[key] = SizedEntry(self.name, candidate, size, size.of(self.by) / self.target - 1)
         return self._tried[key].size.of(self.by)
 
     def try_operator_scales(self) -> None:
@@ -179,12 +179,12 @@ class _SizeSearch:
 
     def try_mlp_widths(self, tolerance: float) -> None:
         """Try widths of the MLP, with which sizes grow evenly, at the nearest two until one is within ``tolerance``."""
-        for planned in self.nearest()[:2]:
-            config = config_of_preset(planned.settings, self.name)
+        for entry in self.nearest()[:2]:
+            config = config_of_preset(entry.settings, self.name)
             key = _mlp_width_key(config)
             width = getattr(config, key) or 4 * config.hidden_size
 
-            def size_at(width: int, settings: TrainSettings = planned.settings, key: str = key) -> int:
+            def size_at(width: int, settings: TrainSettings = entry.settings, key: str = key) -> int:
                 return self._size(settings.replace(model_overrides=dict(settings.model_overrides) | {key: width}))
 
             size = size_at(width)
@@ -265,7 +265,7 @@ def _mlp_width_key(config: Any) -> str:
 # The whole comparison
 
 
-def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[Planned]:
+def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[SizedEntry]:
     """Return every entry at the size at which it is trained.
 
     Args:
@@ -277,64 +277,64 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[Pla
     """
     match = recipe.match
     if match.by == "bytes":
-        return [_planned_in_bytes(recipe, name, vocab_size) for name in recipe.entries]
-    planned = [_planned_as_written(recipe, name, vocab_size) for name in recipe.entries]
+        return [_sized_in_bytes(recipe, name, vocab_size) for name in recipe.entries]
+    entries = [_sized_as_written(recipe, name, vocab_size) for name in recipe.entries]
     if match.by == "width":
-        return planned
+        return entries
     if isinstance(match.to, int):
-        return _matched_to(recipe, planned, match.to, vocab_size)
+        return _matched_to(recipe, entries, match.to, vocab_size)
     if match.to is not None:
-        return _matched_to(recipe, planned, next(entry for entry in planned if entry.name == match.to), vocab_size)
-    resizable = [entry for entry in planned if recipe.entries[entry.name].resizing != "fixed"]
+        return _matched_to(recipe, entries, next(entry for entry in entries if entry.name == match.to), vocab_size)
+    resizable = [entry for entry in entries if recipe.entries[entry.name].resizing != "fixed"]
     if not resizable:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     errors: list[ValueError] = []
     for reference in sorted(resizable, key=lambda entry: not entry.settings.operators):
         try:  # the first with operators whose size the others can have
-            return _matched_to(recipe, planned, reference, vocab_size)
+            return _matched_to(recipe, entries, reference, vocab_size)
         except ValueError as error:
             errors.append(error)
     raise errors[0]
 
 
-def _planned_as_written(recipe: CompareSettings, name: str, vocab_size: int | None) -> Planned:
+def _sized_as_written(recipe: CompareSettings, name: str, vocab_size: int | None) -> SizedEntry:
     """Return an entry at the size that it is written with."""
     settings = recipe.settings_of(name)
     try:
-        return Planned(name, settings, measure_size(settings, vocab_size), None)
+        return SizedEntry(name, settings, measure_size(settings, vocab_size), None)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def _matched_to(
-    recipe: CompareSettings, planned: list[Planned], reference: Planned | int, vocab_size: int | None
-) -> list[Planned]:
+    recipe: CompareSettings, entries: list[SizedEntry], reference: SizedEntry | int, vocab_size: int | None
+) -> list[SizedEntry]:
     """Return every entry that may be resized at the size of ``reference``, one of them or a number."""
-    match, entries = recipe.match, list[Planned]()
+    match, results = recipe.match, list[SizedEntry]()
     target = reference if isinstance(reference, int) else reference.size.of(match.by)
-    for entry in planned:
+    for entry in entries:
         resizing = recipe.entries[entry.name].resizing
         if entry is reference:
-            entries.append(dataclasses.replace(entry, size_mismatch=0.0))
+            results.append(dataclasses.replace(entry, size_mismatch=0.0))
         elif resizing == "fixed":
-            entries.append(entry)
+            results.append(entry)
         else:
-            entries.append(_matched_entry(recipe, entry.name, entry.settings, vocab_size, target, resizing))
-    return entries
+            results.append(_matched_entry(recipe, entry.name, entry.settings, vocab_size, target, resizing))
+    return results
 
 
 def _matched_entry(
     recipe: CompareSettings, name: str, settings: TrainSettings, vocab_size: int | None, target: int, resizing: str
-) -> Planned:
+) -> SizedEntry:
     by, tolerance = recipe.match.by, recipe.match.tolerance
     return matched(settings, vocab_size, by=by, target=target, resizing=resizing, tolerance=tolerance, name=name)
 
 
-def _planned_in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None) -> Planned:
+def _sized_in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None) -> SizedEntry:
     """Return an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
     target: Any = recipe.match.to  # a number: several are a comparison each
     resizing = "operator" if recipe.entries[name].resize == "operator" else "width"
-    candidates, errors = list[Planned](), list[ValueError]()
+    candidates, errors = list[SizedEntry](), list[ValueError]()
     for bits in recipe.match.bits:
         settings = recipe.settings_of(name).replace(bits=bits)
         try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from relinear.analysis.report import analyses_blocks
 from relinear.compare import papers
-from relinear.compare.executors import Placement
+from relinear.compare.executors import Execution
 from relinear.compare.figures import loss_unit
 from relinear.compare.folder import seed_folder
 from relinear.compare.gaps import gap, gap_of_means
@@ -40,7 +40,14 @@ _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Replication:
-    """Plan a replication by training. whole: the recipe as the paper has it. recipe: ours."""
+    """Hold a replication by training, ready to run.
+
+    Attributes:
+        paper: that is replicated.
+        request: the options of the replication.
+        whole: the recipe at the paper's sizes and budget.
+        recipe: the recipe that is run here.
+    """
 
     paper: papers.Paper
     request: papers.Request
@@ -61,9 +68,9 @@ class Replication:
         requirements = compare_requirements(self.recipe, workers)
         return requirements | {"tokens": f"{requirements['tokens']}, {self._share_text}"}
 
-    def run(self, folder: Path, on_progress: ProgressCallback, placement: Placement) -> None:
+    def run(self, folder: Path, on_progress: ProgressCallback, execution: Execution) -> None:
         """Train the entries."""
-        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **placement._asdict())
+        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **execution._asdict())
 
     def section(self, folder: Path) -> Section:
         """Return its page: the paper compared with ours, then the comparison. Raises as ``replicate_section``."""
@@ -122,7 +129,7 @@ def replication(
     seeds: Sequence[int] | None = None,
     evaluate_on: str | None = None,
 ) -> Replication | FitReplication:
-    """Return the plan of a replication, with its ``requirements()``; arguments of ``replicate``.
+    """Prepare a replication, for ``replicate`` to run; its ``requirements()`` say what that takes.
 
     Args:
         name: of the paper.
@@ -182,7 +189,7 @@ def replication(
 
 
 def replicate(
-    plan: Replication | FitReplication,
+    experiment: Replication | FitReplication,
     out_dir: str | Path,
     *,
     overwrite: bool = False,
@@ -197,7 +204,7 @@ def replicate(
     in ``out_dir/fits``.
 
     Args:
-        plan: from ``replication``.
+        experiment: from ``replication``.
         out_dir: directory of the results.
         overwrite: start over, and rename what is in the way.
         workers, executor, slurm, on_progress: as in ``compare``.
@@ -206,10 +213,10 @@ def replicate(
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
     """
     folder = replication_folder(out_dir)
-    with folder.open(plan.request.model_dump(mode="json"), overwrite=overwrite):
+    with folder.open(experiment.request.model_dump(mode="json"), overwrite=overwrite):
         folder.write()
-        plan.run(folder.path, on_progress, Placement(workers, executor, slurm))
-        return write_page(folder.path / papers.REPORT, [plan.section(folder.path)])
+        experiment.run(folder.path, on_progress, Execution(workers, executor, slurm))
+        return write_page(folder.path / papers.REPORT, [experiment.section(folder.path)])
 
 
 def replication_folder(out_dir: str | Path) -> RunFolder:
@@ -230,8 +237,8 @@ def replicate_section(directory: str | Path) -> Section:
         FileNotFoundError: if it has not ended. ValueError: for damaged files.
     """
     request = read_values(Path(directory) / papers.RECORD)["settings"]
-    plan = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
-    return plan.section(Path(directory))
+    experiment = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
+    return experiment.section(Path(directory))
 
 
 # The page

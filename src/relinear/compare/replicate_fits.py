@@ -15,7 +15,7 @@ import torch
 
 from relinear.compare import papers
 from relinear.compare.engine import Engine, Run
-from relinear.compare.executors import Placement, executor_at
+from relinear.compare.executors import Execution, executor_at
 from relinear.compare.figures import loss_unit
 from relinear.compare.gaps import gap_of_means
 from relinear.compare.report import number
@@ -44,7 +44,7 @@ from relinear.training.settings import TrainSettings
 #: names in the folder: the stand-in model, one file per fit, the stand-in for a second text
 DECODER, FITS, SECOND = "decoder", "fits", "second.txt"
 ORIGINAL = "original"
-#: a plan times a fit on this share of the tokens
+#: ``requirements`` times a fit on this share of the tokens
 _TIMED = 1 / 8
 #: documents that are read of a text of the Hub
 _DOCUMENTS = 50_000
@@ -71,7 +71,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class FitReplication:
-    """Plan a replication by fits, those of the paper: every method in every set of projections, on every seed."""
+    """Hold a replication by fits, ready to run: every method in every set of projections, on every seed.
+
+    Attributes:
+        paper: that is replicated.
+        fits: those of the paper.
+        request: the options of the replication.
+    """
 
     paper: papers.Paper
     fits: papers.Fits
@@ -158,9 +164,9 @@ class FitReplication:
             "disk": f"about {number(16 * table.parameters + 5e6 if trained else 5e6)}B",
         }
 
-    def run(self, folder: Path, on_progress: ProgressCallback, placement: Placement) -> None:
+    def run(self, folder: Path, on_progress: ProgressCallback, execution: Execution) -> None:
         """Train the decoder unless one is named, then make the remaining fits."""
-        workers, executor, slurm = placement
+        workers, executor, slurm = execution
         first, second = self._texts
         if second is None:
             second = str(folder / SECOND)

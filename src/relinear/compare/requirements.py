@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relinear.compare.entry import least_runs
-from relinear.compare.match import ModelSize, Planned, measure_size, plan_comparison
+from relinear.compare.match import ModelSize, SizedEntry, measure_size, plan_comparison
 from relinear.compare.report import number
 from relinear.compare.run import runs_at_once
 from relinear.compare.series import recipes_of_series
@@ -23,13 +23,13 @@ def training_requirements(settings: TrainSettings) -> dict[str, str]:
     open_corpus(settings.data)
     vocabulary = expected_vocabulary(settings.data.tokenizer)
     size = measure_size(settings, vocabulary)
-    planned = Planned(settings.model, settings, size, None)
+    entry = SizedEntry(settings.model, settings, size, None)
     return {
         "runs": f"1, of {settings.steps:,} steps",
         "parameters": _parameter_text({settings.model: [size]}),
         "tokens": f"{number(settings.steps * settings.tokens_per_step)} of {_data_name(settings)}",
-        "time": _time_text([(planned, 1, settings.steps)], vocabulary, 1),
-        "disk": _disk_text([planned], 1, 1),
+        "time": _time_text([(entry, 1, settings.steps)], vocabulary, 1),
+        "disk": _disk_text([entry], 1, 1),
     }
 
 
@@ -66,7 +66,7 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     }
 
 
-def _time_text(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None, at_once: int) -> str:
+def _time_text(runs: Sequence[tuple[SizedEntry, int, int]], vocabulary: int | None, at_once: int) -> str:
     """Estimate the time of all runs from steps of the first dense model and of the first with operators.
 
     ``runs``: an entry, how many runs it has, and the steps of each.
@@ -99,7 +99,7 @@ def _parameter_text(sizes_by_name: dict[str, list[ModelSize]]) -> str:
     )
 
 
-def _resized_text(entries: Sequence[tuple[CompareSettings, Planned]]) -> str:
+def _resized_text(entries: Sequence[tuple[CompareSettings, SizedEntry]]) -> str:
     """Return the operators that matching has resized, with their settings."""
     resized = grouped(
         (entry.name, str(config))
@@ -120,7 +120,7 @@ def _data_name(settings: TrainSettings) -> str:
     return f"{settings.data.data} ({settings.data.tokenizer})"
 
 
-def _disk_text(entries: Sequence[Planned], seeds: int, at_once: int) -> str:
+def _disk_text(entries: Sequence[SizedEntry], seeds: int, at_once: int) -> str:
     """Estimate the disk for models that are kept and, while it runs, for checkpoints with optimiser states."""
     saved_bytes = sum(seeds * 4 * entry.size.parameters for entry in entries if entry.settings.save_model) + 5e6
     largest = max(entry.size.parameters for entry in entries)

@@ -10,7 +10,7 @@ from relinear.compare import schema
 from relinear.compare.entry import Choice
 from relinear.compare.folder import now, precision
 from relinear.compare.gaps import too_small
-from relinear.compare.match import Planned
+from relinear.compare.match import SizedEntry
 from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
 from relinear.data import PackedData
@@ -37,24 +37,24 @@ def entry_result(
         dense: whether nothing of relinear is in it.
         gap: to the reference.
     """
-    planned, settings = choice.planned, choice.settings
+    entry, settings = choice.entry, choice.settings
     operators = [
         f"{pattern}: {_config_text(config) if config else 'left dense'}"
-        for pattern, config in planned.settings.operator_configs.items()
+        for pattern, config in entry.settings.operator_configs.items()
     ]
-    operators += [_config_text(config) for config in planned.settings.attachment_configs]
+    operators += [_config_text(config) for config in entry.settings.attachment_configs]
     stored = [run["stored"] for run in runs if run.get("stored")]
     losses_before = [model["loss_before"] for model in stored]
     mean_stored: Any = stored[0] | {"loss_before": statistics.fmean(losses_before)} if stored else None
     return {
-        "name": planned.name,
+        "name": entry.name,
         "operators": "; ".join(operators) or "dense",
         "settings": settings.model_dump(mode="json"),
-        "parameters": planned.size.parameters,
-        "flops_per_token": planned.size.flops,
-        "inactive_parameters": planned.size.inactive_parameters,
-        "inactive_flops": planned.size.inactive_flops,
-        "size_mismatch": planned.size_mismatch,
+        "parameters": entry.size.parameters,
+        "flops_per_token": entry.size.flops,
+        "inactive_parameters": entry.size.inactive_parameters,
+        "inactive_flops": entry.size.inactive_flops,
+        "size_mismatch": entry.size_mismatch,
         "learning_rate": settings.learning_rate,
         "tuning": choice.tuning,
         "validation_loss": _statistic([run["validation_loss"] for run in runs]),
@@ -94,7 +94,7 @@ def _curve(rows: list[dict[str, Any]]) -> list[schema.CurvePoint]:
 def comparison_result(
     recipe: CompareSettings,
     data: PackedData,
-    planned: list[Planned],
+    sized_entries: list[SizedEntry],
     entries: list[schema.EntryResult],
     provenance: schema.Provenance,
     ngram: schema.Ngram | None = None,
@@ -104,7 +104,7 @@ def comparison_result(
 
     Args:
         recipe: what was compared, on the packed ``data``.
-        planned: all entries, also those that diverged; the budget is that of the first.
+        sized_entries: all entries, also those that diverged; the budget is that of the first.
         entries: the results, from ``entry_result``.
         provenance: from ``run.json``.
         ngram: from ``count_ngrams``.
@@ -114,8 +114,8 @@ def comparison_result(
         "format": schema.FORMAT,
         "name": recipe.name,
         "description": recipe.description,
-        "budget": _budget_text(recipe, data, planned),
-        "match": _match_result(recipe, planned),
+        "budget": _budget_text(recipe, data, sized_entries),
+        "match": _match_result(recipe, sized_entries),
         "notes": [
             *_notes(recipe, entries),
             *gap_notes(recipe, entries),
@@ -131,14 +131,14 @@ def comparison_result(
     }
 
 
-def _budget_text(recipe: CompareSettings, data: PackedData, planned: list[Planned]) -> str:
-    settings = planned[0].settings
+def _budget_text(recipe: CompareSettings, data: PackedData, sized_entries: list[SizedEntry]) -> str:
+    settings = sized_entries[0].settings
     per_step = settings.tokens_per_step
     tokens = data.description["splits"]["train"]["tokens"]
     passes = settings.steps * per_step / tokens
     other = [
         f"{entry.name} for {entry.settings.steps:,} of {entry.settings.tokens_per_step:,}"
-        for entry in planned
+        for entry in sized_entries
         if (entry.settings.steps, entry.settings.tokens_per_step) != (settings.steps, per_step)
     ]
     text = (
@@ -149,7 +149,7 @@ def _budget_text(recipe: CompareSettings, data: PackedData, planned: list[Planne
     return text + (f" Other steps: {', '.join(other)}." if other else "")
 
 
-def _match_result(recipe: CompareSettings, planned: list[Planned]) -> schema.MatchResult:
+def _match_result(recipe: CompareSettings, sized_entries: list[SizedEntry]) -> schema.MatchResult:
     match = recipe.match
     if match.by == "width":
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
@@ -164,7 +164,7 @@ def _match_result(recipe: CompareSettings, planned: list[Planned]) -> schema.Mat
     if isinstance(match.to, int):
         target, source = match.to, ""
     else:
-        reference = next(p for p in planned if p.size_mismatch == 0 and match.to in (None, p.name))
+        reference = next(e for e in sized_entries if e.size_mismatch == 0 and match.to in (None, e.name))
         target, source = reference.size.of(match.by), f", the size of {reference.name}"
     unit = "parameters" if match.by == "parameters" else "FLOPs per token"
     text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}."

@@ -19,7 +19,7 @@ from relinear.compare.folder import (
     seed_folder,
 )
 from relinear.compare.gaps import gap
-from relinear.compare.match import Planned, plan_comparison
+from relinear.compare.match import SizedEntry, plan_comparison
 from relinear.compare.results import comparison_result, count_ngrams, entry_result, seed_run
 from relinear.compare.scaling import scale_results
 from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, EntryResult, Ngram, Provenance, Results, Speed
@@ -107,16 +107,16 @@ def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overw
     sized_recipes = [recipe] if recipe.budgets else recipes_of_series(recipe, vocabulary)
     engine.report_stage("match", "sizing entries")
     for sized_recipe in sized_recipes:  # what cannot be matched is refused in seconds
-        planned = plan_comparison(sized_recipe, vocabulary)
+        entries = plan_comparison(sized_recipe, vocabulary)
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(sized_recipes[-1], data.vocab_size)
-    with claimed_folder(recipe, out_dir, planned, data, overwrite) as run_record:
+        entries = plan_comparison(sized_recipes[-1], data.vocab_size)
+    with claimed_folder(recipe, out_dir, entries, data, overwrite) as run_record:
         machine, command = run_record["machine"], run_record["command"]
         provenance: Provenance = {"recipe": recipe_of(run_record), "machine": machine, "command": command}
         _, key, values = recipe.series
         if not values:
-            return _SizedComparison(recipe, out_dir, planned, data, engine, provenance).results()
+            return _SizedComparison(recipe, out_dir, entries, data, engine, provenance).results()
         results: list[Results] = []
         for index, value in enumerate(values):
             recipe_at_value = recipe_at(recipe, index, data.vocab_size, results)
@@ -131,7 +131,7 @@ def _check_entries(recipe: CompareSettings) -> None:
     for name in recipe.entries:
         settings = recipe.settings_of(name)
         locate_model(settings.model)
-        if recipe.tunes_initialisation(name) and settings.model not in preset_names():
+        if recipe.tunes_initializer(name) and settings.model not in preset_names():
             brings = f"{settings.model!r} brings its weights"
             raise ValueError(f"{name}: tune.initializer_range is for presets, drawn anew; {brings}")
         if settings.data != recipe.train.data:
@@ -151,20 +151,20 @@ class _SizedComparison:
 
     recipe: CompareSettings
     out_dir: Path
-    planned: list[Planned]
+    entries: list[SizedEntry]
     data: PackedData
     engine: Engine
     provenance: Provenance
 
     def results(self) -> Results:
         """Tune and train all entries, then measure speed and collect the results."""
-        for planned in self.planned:
-            for stage, count, steps in least_runs(self.recipe, planned):
-                self.engine.plan(stage, count, steps)
-        searches = [EntrySearch(self.recipe, planned, self.out_dir).run() for planned in self.planned]
+        for entry in self.entries:
+            for stage, count, steps in least_runs(self.recipe, entry):
+                self.engine.expect(stage, count, steps)
+        searches = [EntrySearch(self.recipe, entry, self.out_dir).run() for entry in self.entries]
         outcomes = run_search(side_by_side(searches), self.engine.run_round)
         diverged = [outcome for outcome in outcomes if not isinstance(outcome, Choice)]
-        choices = {outcome.planned.name: outcome for outcome in outcomes if isinstance(outcome, Choice)}
+        choices = {outcome.entry.name: outcome for outcome in outcomes if isinstance(outcome, Choice)}
         if not choices:
             raise ValueError("; ".join(f"{entry['name']}: {entry['text']}" for entry in diverged))
         ngram, speeds = None, dict[str, Speed]()
@@ -196,7 +196,7 @@ class _SizedComparison:
         speeds: Mapping[str, Speed],
     ) -> Results:
         """Return ``results.json`` from what the final runs have left."""
-        recipe, entries = self.recipe, list[EntryResult]()
+        recipe, results = self.recipe, list[EntryResult]()
         folders = {name: [seed_folder(self.out_dir, name, seed) for seed in recipe.seeds] for name in choices}
         losses = {name: list(map(read_losses, folders[name])) for name in choices}
         reference = losses.get(str(recipe.reference))
@@ -204,5 +204,5 @@ class _SizedComparison:
             runs = list(map(seed_run, recipe.seeds, map(read_result, folders[name]), losses[name]))
             to_reference = None if reference is None or name == recipe.reference else gap(losses[name], reference)
             dense = recipe.entries[name].dense
-            entries.append(entry_result(choice, runs, speeds.get(name), dense, to_reference))
-        return comparison_result(recipe, self.data, self.planned, entries, self.provenance, ngram, diverged)
+            results.append(entry_result(choice, runs, speeds.get(name), dense, to_reference))
+        return comparison_result(recipe, self.data, self.entries, results, self.provenance, ngram, diverged)

@@ -14,7 +14,7 @@ RESULTS, SCALE, FORMAT = "results.json", "scale.json", 1
 AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
 
 Number = Annotated[float, pydantic.Field(allow_inf_nan=False, strict=True, ge=-1e305, le=1e305)]
-Count = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**63)]
+NonNegativeInt = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**63)]
 Words = Annotated[str, pydantic.Field(strict=True, max_length=100_000)]
 
 
@@ -29,8 +29,8 @@ class Statistic(TypedDict):
 class CurvePoint(TypedDict):
     """The losses at a step of a run."""
 
-    step: Count
-    tokens: Count
+    step: NonNegativeInt
+    tokens: NonNegativeInt
     loss: NotRequired[Number | None]
     validation_loss: NotRequired[Number | None]
 
@@ -38,21 +38,21 @@ class CurvePoint(TypedDict):
 class StoredModel(TypedDict):
     """Bits and bytes of a stored model. A run's losses are those of the stored model, ``loss_before`` that before."""
 
-    bits: Count
-    bytes: Count
+    bits: NonNegativeInt
+    bytes: NonNegativeInt
     loss_before: Number
 
 
 class SeedRun(TypedDict):
     """A run of full length on one seed."""
 
-    seed: NotRequired[Count]
+    seed: NotRequired[NonNegativeInt]
     validation_loss: Number
     perplexity: NotRequired[Number]
     initial_perplexity: NotRequired[Number]
-    steps: NotRequired[Count]
+    steps: NotRequired[NonNegativeInt]
     tokens_per_second: NotRequired[Number | None]
-    peak_memory_bytes: NotRequired[Count]
+    peak_memory_bytes: NotRequired[NonNegativeInt]
     aux: NotRequired[dict[str, Any]]
     block_losses: NotRequired[list[Number]]
     curve: list[CurvePoint]
@@ -65,10 +65,10 @@ class Trial(TypedDict):
     learning_rate: Number
     initializer_range: NotRequired[Number]
     validation_loss: Number | None
-    steps: NotRequired[Count]
-    seed: NotRequired[Count]
+    steps: NotRequired[NonNegativeInt]
+    seed: NotRequired[NonNegativeInt]
     warmup_ratio: NotRequired[Number]
-    bits: NotRequired[Count]
+    bits: NotRequired[NonNegativeInt]
 
 
 #: the check of a tuned learning rate in runs of full length: whether it ``moved`` from that of short runs
@@ -84,7 +84,7 @@ class Tuning(TypedDict):
     initializer_edge: NotRequired[bool | None]
     warmup_ratio: NotRequired[Number | None]
     warmup_edge: NotRequired[bool]
-    bits: NotRequired[Count | None]
+    bits: NotRequired[NonNegativeInt | None]
     bits_edge: NotRequired[bool | None]
     full_length: NotRequired[FullLengthCheck]
     diverged: NotRequired[list[Number] | None]
@@ -97,7 +97,7 @@ class Speed(TypedDict):
     inference_ratio: Number
     train_tokens_per_second: Number
     inference_tokens_per_second: Number
-    rounds: NotRequired[Count]
+    rounds: NotRequired[NonNegativeInt]
     reference: NotRequired[Words]
     processor: NotRequired[Words]
 
@@ -110,14 +110,14 @@ class Gap(TypedDict):
     high: Number | None
     values: list[Number]
     standard_error: Number | None
-    blocks: Count
+    blocks: NonNegativeInt
 
 
 class Ngram(TypedDict):
     """Loss of the n-gram model."""
 
-    order: Count
-    tokens: Count
+    order: NonNegativeInt
+    tokens: NonNegativeInt
     validation_loss: Number
     perplexity: Number
 
@@ -132,7 +132,7 @@ class SeriesEntry(TypedDict):
     gap: NotRequired[Gap | None]
     initializer_range: NotRequired[Number | None]
     warmup_ratio: NotRequired[Number | None]
-    bits: NotRequired[Count | None]
+    bits: NotRequired[NonNegativeInt | None]
 
 
 class EntryResult(SeriesEntry):
@@ -140,14 +140,14 @@ class EntryResult(SeriesEntry):
 
     operators: Words
     settings: dict[str, Any]
-    parameters: Count
-    flops_per_token: Count
-    inactive_parameters: NotRequired[Count]
-    inactive_flops: NotRequired[Count]
+    parameters: NonNegativeInt
+    flops_per_token: NonNegativeInt
+    inactive_parameters: NotRequired[NonNegativeInt]
+    inactive_flops: NotRequired[NonNegativeInt]
     size_mismatch: Number | None
     perplexity: Statistic
     initial_perplexity: Statistic
-    peak_memory_bytes: Count
+    peak_memory_bytes: NonNegativeInt
     speed: Speed | None
     runs: Annotated[list[SeedRun], pydantic.Field(min_length=1)]
     dense: NotRequired[bool]
@@ -164,8 +164,8 @@ class DivergedEntry(TypedDict):
 class SeriesRow(TypedDict):
     """One of several budgets (``tokens``) or file sizes (``bytes``)."""
 
-    tokens: NotRequired[Count]
-    bytes: NotRequired[Count]
+    tokens: NotRequired[NonNegativeInt]
+    bytes: NotRequired[NonNegativeInt]
     folder: NotRequired[Words]
     ngram: Ngram | None
     entries: list[SeriesEntry]
@@ -175,7 +175,7 @@ class MatchResult(TypedDict):
     """The size at which entries are compared."""
 
     by: Words
-    target: NotRequired[Count | None]
+    target: NotRequired[NonNegativeInt | None]
     tolerance: NotRequired[Number]
     text: Words
 
@@ -191,7 +191,7 @@ class Provenance(TypedDict):
 class Results(Provenance):
     """The values of results.json."""
 
-    format: Count
+    format: NonNegativeInt
     name: Words
     description: Words
     budget: Words

@@ -11,7 +11,7 @@ from relinear.compare.folder import now
 from relinear.compare.match import at_width, config_of_preset, measure_size, operator_shapes, scaled_operators
 from relinear.compare.results import tuning_notes
 from relinear.compare.schema import Provenance, Results, SeriesRow
-from relinear.compare.settings import CompareSettings, Entry, scaled_steps
+from relinear.compare.settings import CompareSettings, EntrySettings, scaled_steps
 
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 _SHARE = 0.75  # of the width or the depth that the controls keep
@@ -108,7 +108,7 @@ def _tuned_settings(results: Sequence[Results]) -> dict[str, dict[str, float]]:
     return settings
 
 
-def _with_tuned(entry: Entry, tuned: Mapping[str, float]) -> Entry:
+def _with_tuned(entry: EntrySettings, tuned: Mapping[str, float]) -> EntrySettings:
     """Return an entry with the learning rate and, if they were tuned, the initialisation and the warm-up."""
     changes: dict[str, float | None] = {}
     if "initializer_range" in tuned:
@@ -150,7 +150,7 @@ def _at_width(recipe: CompareSettings, width: int, vocab_size: int | None) -> di
     Widths, MLPs and operators grow by the same factor, heads and depth stay, as does an operator without a size.
     """
     factor = width / _model_config(recipe, str(recipe.reference)).hidden_size
-    entries: dict[str, Entry] = {}
+    entries: dict[str, EntrySettings] = {}
     for name in recipe.entries:
         scaled_width = round(factor * _model_config(recipe, name).hidden_size)
         entries[name] = _entry_at_width(recipe, name, scaled_width, factor, vocab_size)
@@ -167,7 +167,9 @@ def _model_config(recipe: CompareSettings, name: str) -> Any:
     return config_of_preset(recipe.settings_of(name), name)
 
 
-def _entry_at_width(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None) -> Entry:
+def _entry_at_width(
+    recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None
+) -> EntrySettings:
     """Return an entry at ``width``, with its operators at ``factor`` times their size."""
     settings, config = recipe.settings_of(name), _model_config(recipe, name)
     if width % config.num_attention_heads:
@@ -180,7 +182,7 @@ def _entry_at_width(recipe: CompareSettings, name: str, width: int, factor: floa
     return entry
 
 
-def _with_overrides(recipe: CompareSettings, entry: Entry, overrides: Mapping[str, Any]) -> Entry:
+def _with_overrides(recipe: CompareSettings, entry: EntrySettings, overrides: Mapping[str, Any]) -> EntrySettings:
     """Return an entry with these ``model_overrides`` in place of its own."""
     # operators are written out at their size beside it
     rest = {key: value for key, value in entry.set.items() if key.split(".")[0] not in ("model_overrides", "operators")}
@@ -192,7 +194,7 @@ def _with_overrides(recipe: CompareSettings, entry: Entry, overrides: Mapping[st
     return entry.replace(set=rest | own)
 
 
-def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Entry]:
+def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, EntrySettings]:
     """Return a narrower and a shallower dense model."""
     settings, config = recipe.settings_of(reference), _model_config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers

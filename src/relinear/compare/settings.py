@@ -84,7 +84,7 @@ def _refuse_overruled(changes: dict[str, Any]) -> dict[str, Any]:
 _Operator = Annotated[dict[str, Any] | None, BeforeValidator(_read_operator)]
 
 
-class Entry(Settings):
+class EntrySettings(Settings):
     """Describe one row of the comparison: its operators, and its other differences from the shared settings.
 
     A text such as ``hdpl:rank=16``, a mapping with ``kind``, or ``dense`` stands for an entry with this operator.
@@ -123,7 +123,7 @@ class Entry(Settings):
         return self.resize or ("operator" if self.operator or any(self.operators.values()) else "fixed")
 
 
-class Match(Settings):
+class MatchSettings(Settings):
     """Set the size at which all entries are compared.
 
     Attributes:
@@ -144,7 +144,7 @@ class Match(Settings):
     bits: _Bits = (3, 4, 6, 8)
 
     @model_validator(mode="after")
-    def _has_a_size(self) -> Match:
+    def _has_a_size(self) -> MatchSettings:
         if self.by == "bytes" and (not self.to or isinstance(self.to, str)):
             raise ValueError("match by bytes takes the size of the file: --size 500KB, or to: 500KB")
         if self.by != "bytes" and isinstance(self.to, tuple):
@@ -152,7 +152,7 @@ class Match(Settings):
         return self
 
 
-class Tune(Settings):
+class TuneSettings(Settings):
     """Set how each entry gets its learning rate and initialisation: by short runs over grids, on one seed.
 
     Attributes:
@@ -183,7 +183,7 @@ class Tune(Settings):
     at: Literal["smallest", "each"] = "smallest"
 
 
-class Series(NamedTuple):
+class SeriesValues(NamedTuple):
     """Name the values at which a recipe is compared, each in a comparison of its own; none for a single one.
 
     axis: tokens of training, width of the reference's model, or bytes of the file. key: what results call it, and the
@@ -195,7 +195,7 @@ class Series(NamedTuple):
     values: tuple[int, ...]
 
 
-class Speed(Settings):
+class SpeedSettings(Settings):
     """Set how throughput is measured: all models in one process in turn, after training.
 
     Attributes:
@@ -207,7 +207,7 @@ class Speed(Settings):
     rounds: PositiveInt = 25
 
 
-class Sizes(Settings):
+class SizesSettings(Settings):
     """Set the sizes at which the entries are compared.
 
     Attributes:
@@ -220,7 +220,7 @@ class Sizes(Settings):
 
 
 def _read_sizes(value: Any) -> Any:
-    return value if value is None or isinstance(value, Mapping | Sizes) else {"widths": value}
+    return value if value is None or isinstance(value, Mapping | SizesSettings) else {"widths": value}
 
 
 class _SharedTrainSettings(TrainSettings):
@@ -259,16 +259,16 @@ class CompareSettings(Settings):
 
     name: str = "comparison"
     description: str = ""
-    entries: Annotated[dict[str, Annotated[Entry, BeforeValidator(_read_entry)]], Field(min_length=1)]
+    entries: Annotated[dict[str, Annotated[EntrySettings, BeforeValidator(_read_entry)]], Field(min_length=1)]
     target: Patterns = ("all-linear",)
     train: Annotated[_SharedTrainSettings, BeforeValidator(_only_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Unique, _ASCENDING] | None = None
-    sizes: Annotated[Sizes | None, BeforeValidator(_read_sizes)] = None
-    match: Annotated[Match, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = Match()
+    sizes: Annotated[SizesSettings | None, BeforeValidator(_read_sizes)] = None
+    match: Annotated[MatchSettings, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = MatchSettings()
     seeds: Annotated[Seeds, BeforeValidator(_as_tuple)] = (0,)
-    tune: Annotated[Tune | None, _or_default({})] = None
-    speed: Speed = Speed()
+    tune: Annotated[TuneSettings | None, _or_default({})] = None
+    speed: SpeedSettings = SpeedSettings()
     reference: str | None = None
     ngram: Annotated[Literal["auto"] | PositiveInt | None, _or_default("auto")] = "auto"
 
@@ -345,13 +345,13 @@ class CompareSettings(Settings):
         return max(1, math.ceil(tokens / settings.tokens_per_step))
 
     @property
-    def series(self) -> Series:
+    def series(self) -> SeriesValues:
         """Return the budgets, widths or file sizes to compare at."""
         if self.sizes is not None:
-            return Series("width", "sizes", self.sizes.widths)
+            return SeriesValues("width", "sizes", self.sizes.widths)
         if isinstance(self.match.to, tuple):
-            return Series("bytes", "sizes", self.match.to)
-        return Series("tokens", "budgets", self.budgets or ())
+            return SeriesValues("bytes", "sizes", self.match.to)
+        return SeriesValues("tokens", "budgets", self.budgets or ())
 
     @property
     def ngram_order(self) -> int | None:
@@ -363,15 +363,15 @@ class CompareSettings(Settings):
         return 5 if self.train.data.tokenizer == "bytes" else 3
 
     @property
-    def search_settings(self) -> Tune:
+    def search_settings(self) -> TuneSettings:
         """Return ``tune``; if that is None, the settings of short runs that only choose bits."""
-        return self.tune or Tune(check_full_length=False)
+        return self.tune or TuneSettings(check_full_length=False)
 
     def tunes_rate(self, name: str) -> bool:
         """Return whether an entry's learning rate is searched: an entry that sets one keeps it."""
         return self.tune is not None and self.entries[name].learning_rate is None
 
-    def tunes_initialisation(self, name: str) -> bool:
+    def tunes_initializer(self, name: str) -> bool:
         """Return whether an entry's initialisation is searched, with its rate: an entry that sets one keeps it."""
         overrides = apply_overrides({}, self.entries[name].set).get("model_overrides")
         sets_own = isinstance(overrides, Mapping) and "initializer_range" in overrides
@@ -430,7 +430,7 @@ def scaled_run(settings: TrainSettings, ratio: float) -> TrainSettings:
 _NonEmpty = Field(min_length=1)
 
 
-class ComparisonPlan(Settings):
+class Preregistration(Settings):
     """Plan a comparison. Gaps are in nats per token.
 
     Attributes:
@@ -458,7 +458,7 @@ class ComparisonPlan(Settings):
     comparison: CompareSettings
 
     @model_validator(mode="after")
-    def _has_power(self) -> ComparisonPlan:
+    def _has_power(self) -> Preregistration:
         count = len(self.comparison.seeds)
         if count < self.seeds_needed and not self.without_power:
             raise ValueError(
@@ -473,7 +473,7 @@ class ComparisonPlan(Settings):
         return seeds_needed(self.effect, self.std)
 
 
-def read_plan(path: str | Path) -> ComparisonPlan:
+def read_preregistration(path: str | Path) -> Preregistration:
     """Return a checked plan; the file's name is the default name of the comparison.
 
     Raises:
@@ -483,4 +483,4 @@ def read_plan(path: str | Path) -> ComparisonPlan:
     values: dict[str, Any] = read_yaml(path)
     if isinstance(recipe := values.get("comparison"), dict):
         values["comparison"] = {"name": Path(path).stem} | recipe
-    return ComparisonPlan.load(values, str(path))
+    return Preregistration.load(values, str(path))

@@ -1,4 +1,4 @@
-"""Tune the learning rate and initialisation of every entry by short runs over grids."""
+"""TuneSettings the learning rate and initialisation of every entry by short runs over grids."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from relinear.compare.engine import Run, Search
 from relinear.compare.schema import Trial
-from relinear.compare.settings import Tune
+from relinear.compare.settings import TuneSettings
 from relinear.training.fitting import NonFiniteLossError
 
 #: a learning rate, and an initialisation if that is tuned
@@ -143,7 +143,7 @@ def _descend(grid: Sequence[float], initial: float, moves: int, losses_at: Losse
     return _Best(best, losses[best], tuple(neighbourhood))  # at an end of these if no move was left
 
 
-def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Search[SearchResult]:
+def grid_search(settings: TuneSettings, trials: Trials, initializer_range: float | None = None) -> Search[SearchResult]:
     """Find the best learning rate of the grid and, if that is tuned, the best initialisation.
 
     One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and at the
@@ -182,7 +182,7 @@ def one_rate(trials: Trials, rate: float) -> Search[SearchResult]:
 
 
 def check_neighbors(
-    settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None
+    settings: TuneSettings, trials: Trials, rate: float, initializer_range: float | None = None
 ) -> Search[SearchResult]:
     """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.
 
