@@ -216,10 +216,10 @@ def results_table(results: Results) -> Table:
     ]
     if ngram := results.get("ngram"):
         loss, perplexity = Cell.of(ngram["validation_loss"]), Cell.of(ngram["perplexity"], ".2f")
-        cells = {"entry": f"{ngram['order']}-grams", "validation loss": loss, "perplexity": perplexity}
+        without_runs.append({"entry": f"{ngram['order']}-grams", "validation loss": loss, "perplexity": perplexity})
         if base:
-            cells["gap"] = Cell.of(ngram["validation_loss"] - base["validation_loss"]["mean"], "+z.3f")
-        without_runs.append(cells)
+            gap = ngram["validation_loss"] - base["validation_loss"]["mean"]
+            without_runs[-1]["gap"] = Cell.of(gap, "+z.3f")
     for cells in without_runs:
         rows.append(Row([next((cells[key] for key in cells if head.startswith(key)), "–") for head in columns]))
     return Table(list(columns), rows)

@@ -214,7 +214,7 @@ def tuning_notes(entries: Sequence[schema.SeriesEntry]) -> list[str]:
     }
     notes = [text.format(", ".join(listed)) for text, listed in sentences.items() if listed]
     for entry in entries:
-        if rates := (entry["tuning"] or {}).get("diverged"):
+        if entry["tuning"] and (rates := entry["tuning"].get("diverged")):
             notes.append(
                 f"A final run of {entry['name']} diverged at the learning rate that tuning had found "
                 f"({', '.join(f'{rate:g}' for rate in rates)}); all its seeds were trained at the next lower one that "
@@ -274,6 +274,7 @@ def count_ngrams(recipe: CompareSettings, data: PackedData) -> schema.Ngram:
         order, tokens (counted), validation_loss, perplexity.
     """
     train, validation = data.train, data.validation
+    assert data.vocab_size is not None, "tasks of vectors have no n-grams"
     length = train.sequence_length
     count = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))
     count = max(1, min(count, _MOST_TOKENS // length))
