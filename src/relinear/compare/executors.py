@@ -166,7 +166,7 @@ def _lost_process_error(code: int | None, log: Path | None) -> ChildProcessError
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)  # Dask names tasks by it, and arguments are long
 class Job:
     """Run a call in a process on another machine, which saves its state before SLURM ends the job."""
 
