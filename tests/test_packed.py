@@ -117,10 +117,10 @@ def test_what_cannot_be_stored_in_bits_is_refused_before_anything_is_written(tmp
     for adapted in (get_peft_model(make_tiny_llama(), lora), added):
         with pytest.raises(ValueError, match="merge it first"):
             relinear.save_pretrained(adapted, tmp_path / "model", bits=4)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: a weight is NaN"):
-        relinear.save_pretrained(model, tmp_path / "model", bits=4)
+    for name, value in (("model.norm.weight", torch.inf), ("model.layers.0.self_attn.q_proj.weight", torch.nan)):
+        torch.nn.init.constant_(model.get_parameter(name), value)
+        with pytest.raises(ValueError, match=f"{re.escape(name)}: a weight is NaN or infinite"):
+            relinear.save_pretrained(model, tmp_path / "model", bits=4)
     assert not (tmp_path / "model").exists()
 
 

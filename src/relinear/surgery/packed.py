@@ -60,15 +60,10 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
     """Round a parameter (..., O, I) to 2^B values per group, and return it as bytes (rows, bytes).
 
     Args:
-        value: the parameter.
+        value: the parameter, of finite numbers.
         bits: B.
         moments: (S, I, I), with which GPTQ lets errors compensate each other; None rounds to nearest.
-
-    Raises:
-        ValueError: if a value is NaN or infinite.
     """
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError("a weight is NaN or infinite; integers hold finite numbers")
     if moments is not None and value.ndim > 2:
         stack = value.reshape(-1, *value.shape[-2:])
         return torch.cat([packed(matrix, bits, moment[None]) for matrix, moment in zip(stack, moments, strict=True)])
@@ -120,13 +115,13 @@ def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | No
     Raises:
         ValueError: if a weight is NaN or infinite, with its name.
     """
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{name}: a weight is NaN or infinite")
     state: dict[str, Tensor] = {}
     for name, value, is_packed in _checkpoint_tensors(model, bits):
-        try:
-            moment = (moments or {}).get(name)
-            state |= {name + SUFFIX: packed(value, bits, moment)} if is_packed else {name: _half(value)}
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        moment = (moments or {}).get(name)
+        state |= {name + SUFFIX: packed(value, bits, moment)} if is_packed else {name: _half(value)}
     return state
 
 
