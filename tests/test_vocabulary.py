@@ -88,7 +88,7 @@ def test_a_table_that_is_wrapped_is_refused_before_anything_changes():
 
 
 def test_a_vocabulary_that_was_changed_by_hand():
-    for parts, name in (("context manager", "context manager"), ("second embedding", "second embedding")):
+    for parts, name in (("context manager", "ContextManager"), ("second embedding", "second embedding")):
         model = treated("llama", parts)
         model.set_input_embeddings(nn.Embedding(100, 32))
         with pytest.raises(ValueError, match=f"grown to 100, the {name} knows 90 tokens; .*resize_token_embeddings"):

@@ -38,7 +38,7 @@ class Activation(NamedTuple):
     """Hold a value of one forward: a latent, gate or output, with its distribution if it is a Gaussian latent.
 
     Attributes:
-        z: the value (..., R).
+        z: the value (..., R); named as in variational models, also for gates and outputs.
         mu: mean (..., R) of the distribution that z is drawn from; z if there is none.
         logvar: its log variance (..., R); -inf if there is none.
     """
@@ -49,7 +49,7 @@ class Activation(NamedTuple):
 
     @property
     def sigma(self) -> Tensor:
-        """Return the posterior's standard deviation, exp(logvar / 2)."""
+        """Return the standard deviation exp(logvar / 2) of the distribution of z; 0 for a gate or an output."""
         # Computed on access: a forward with observers must save the same tensors for backward as one without. If the
         # backward runs after the block, gradient checkpointing compares the two.
         return torch.exp(0.5 * self.logvar)
@@ -71,7 +71,7 @@ class Intervention:
 
     def apply(self, activation: Activation) -> Tensor:
         """Return the new z (..., R)."""
-        raise TypeError(f"{type(self).__name__} does not implement apply")
+        raise NotImplementedError(f"{type(self).__name__} does not implement apply")
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +119,7 @@ class HasHookPoints:
 
     def hook_sizes(self) -> dict[str, int]:
         """Return name -> R for every value. Names have no dots; "" is the latent of a ``LatentOperator``."""
-        raise TypeError(f"{type(self).__name__} does not implement hook_sizes")
+        raise NotImplementedError(f"{type(self).__name__} does not implement hook_sizes")
 
     @property
     def _is_intervened(self) -> bool:
@@ -146,7 +146,7 @@ class LatentOperator(HasHookPoints, Operator):
     @property
     def latent_size(self) -> int:
         """Return R, the number of latent dimensions."""
-        raise TypeError(f"{type(self).__name__} does not implement latent_size")
+        raise NotImplementedError(f"{type(self).__name__} does not implement latent_size")
 
     @property
     def _latent_hook(self) -> ActivationHook | None:
@@ -237,18 +237,8 @@ def with_hooks(
     points: Mapping[str, HookPoint],
     interventions: Mapping[str, Sequence[Intervention]] | None = None,
     observers: Mapping[str, Sequence[Observer]] | None = None,
-    yielded: Any = None,
-    intervened_model: Any = None,
-) -> Iterator[Any]:
-    """Add interventions and observers, by name of hook point, within the block; ``with`` yields ``yielded``.
-
-    Raises ValueError if ``intervened_model`` trains with gradient checkpointing.
-    """
-    if getattr(intervened_model, "training", False) and getattr(intervened_model, "is_gradient_checkpointing", False):
-        raise ValueError(
-            "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
-            "call model.eval() or model.gradient_checkpointing_disable()"
-        )
+) -> Iterator[None]:
+    """Add interventions and observers, by name of hook point, within the block."""
     with contextlib.ExitStack() as stack:
         for name, point in points.items():
             previous = point.hook()
@@ -257,7 +247,7 @@ def with_hooks(
             # a new hook object, so that a compiled forward sees the change
             all_interventions = (*outer.interventions, *(interventions or {}).get(name, ()))
             point.set_hook(ActivationHook(all_interventions, (*outer.observers, *(observers or {}).get(name, ()))))
-        yield yielded
+        yield
 
 
 def observe_hook_points(

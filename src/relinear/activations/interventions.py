@@ -2,8 +2,9 @@
 
 # Legend: R latent size
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -44,7 +45,7 @@ class _DimensionIntervention(Intervention):
 
     def change(self, activation: Activation) -> Tensor:
         """Return the new z (..., R or len(dims)) of an activation in the chosen dimensions."""
-        raise TypeError(f"{type(self).__name__} does not implement change")
+        raise NotImplementedError(f"{type(self).__name__} does not implement change")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,7 +199,20 @@ def intervene(
     check_model(model, "intervene")
     points = hook_points(model, outputs=True)
     chosen = _by_full_name(points, interventions)
-    return with_hooks({name: points[name] for name in chosen}, interventions=chosen, intervened_model=model)
+    return _intervened(model, {name: points[name] for name in chosen}, chosen)
+
+
+@contextlib.contextmanager
+def _intervened(
+    model: nn.Module, points: Mapping[str, HookPoint], chosen: Mapping[str, Sequence[Intervention]]
+) -> Iterator[None]:
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
+            "call model.eval() or model.gradient_checkpointing_disable()"
+        )
+    with with_hooks(points, interventions=chosen):
+        yield
 
 
 def _by_full_name(

@@ -2,8 +2,9 @@
 
 # Legend: R latent size
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -73,8 +74,13 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         >>> recorded["model.layers.0.self_attn.q_proj"].mu.shape
         torch.Size([1, 8, 4])
     """
-    record, points = Latents(), _latent_points(model)
-    return with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, yielded=record)
+    return _recorded_latents(_latent_points(model), Latents())
+
+
+@contextlib.contextmanager
+def _recorded_latents(points: Mapping[str, HookPoint], record: Latents) -> Iterator[Latents]:
+    with with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}):
+        yield record
 
 
 def observe(model: nn.Module, observer: Callable[[str, Activation], None]) -> AbstractContextManager[None]:

@@ -36,8 +36,8 @@ _carrier = _Carrier()
 class context:
     """Give conditioned operators their context within a ``with`` block.
 
-    Blocks nest; operators read the innermost. In a model with a context manager they read the manager's context, unless
-    the block is opened within the forward pass. Gradient checkpointing's recomputation sees a block only if that lies
+    Blocks nest; operators read the innermost. In a model with a ``ContextManager`` they read its context, unless the
+    block is opened within the forward pass. Gradient checkpointing's recomputation sees a block only if that lies
     inside the checkpointed function.
 
     Args:
@@ -113,8 +113,8 @@ def check_context_serves(model: nn.Module, name: str, config: Any) -> None:
         return
     if owner.context_dim != config.context_dim:
         raise ValueError(
-            f"{name}: {config.kind} has context_dim={config.context_dim}, the context manager dim={owner.context_dim}; "
-            "make them equal"
+            f"{name}: {config.kind} has context_dim={config.context_dim}, relinear.ContextManager "
+            f"dim={owner.context_dim}; make them equal"
         )
     _check_reached(model, name, f"{name}: {config.kind}")
 
@@ -158,7 +158,8 @@ def decoder_for_context(model: Any) -> nn.Module:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "base_model") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(
-            f"a context manager needs a Hugging Face decoder, not {name}; use relinear.activations.context"
+            f"relinear.ContextManager and SecondEmbedding need a Hugging Face decoder, not {name}; outside of one use "
+            "relinear.activations.context"
         )
     if is_encoder_decoder(model) or getattr(config, "add_cross_attention", False):
         raise ValueError(
@@ -166,9 +167,9 @@ def decoder_for_context(model: Any) -> nn.Module:
             "context cannot serve both; use a decoder-only model"
         )
     if text_config(model) is not config:
-        raise ValueError(f"{name} is made of several models; attach the context manager to its language model alone")
+        raise ValueError(f"{name} is several models in one; attach relinear.ContextManager to its language model alone")
     if context_owner(model) is not None:
-        raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")
+        raise ValueError(f"{name} has a ContextManager or SecondEmbedding already; a model has one")
     decoder = find_decoder(model)
     check_passes_to_layers(model)
     if not hasattr(decoder, "get_input_embeddings") or not takes_keywords(decoder):
@@ -191,7 +192,7 @@ class ContextOwner(nn.Module):
 
     def contexts(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
         """Return the context (B, T, C) for ``inputs``, the arguments of the decoder's forward; may change them."""
-        raise TypeError(f"{type(self).__name__} does not implement contexts")
+        raise NotImplementedError(f"{type(self).__name__} does not implement contexts")
 
     def install(self, decoder: nn.Module) -> None:
         """Register this module and its hooks on ``decoder``, which ``decoder_for_context`` returned."""

@@ -28,7 +28,7 @@ def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     """Return the context of every token of several inputs, and how similar the inputs' contexts are.
 
     Args:
-        model: a model with a context manager.
+        model: a model with a ``ContextManager``.
         ids: (N, T) token ids, one input a row.
 
     Returns:
@@ -51,7 +51,7 @@ def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Return whether the model has a context manager."""
+    """Return whether the model has a ``ContextManager``."""
     return context_owner(model) is not None
 
 

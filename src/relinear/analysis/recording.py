@@ -27,7 +27,7 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
     """Yield for every sequence {operator's name: {"basis": (T, R), "output": (T, O)}}, in float32, in eval mode.
 
     Args:
-        model: a model with gated operators and its context manager.
+        model: a model with gated operators and its ``ContextManager``.
         ids: (N, T) token ids.
     """
     operators = gated_operators(model)
@@ -45,7 +45,7 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
 
 @torch.no_grad()
 def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the context vectors (N, T, C) of token ids (N, T), from the context manager of ``model``."""
+    """Return the context vectors (N, T, C) of token ids (N, T), from the ``ContextManager`` of ``model``."""
     owner: Any = context_owner(model)
     with eval_mode(model):
         return owner.contexts(find_decoder(model), {"input_ids": ids, "use_cache": False}).float()

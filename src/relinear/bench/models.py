@@ -151,7 +151,7 @@ def run_model_bench(
 ) -> dict[str, Any]:
     """Run ``bench_models`` in every combination; write ``models.json`` into ``out_dir``.
 
-    Operators that read a context get a context manager of their width.
+    Operators that read a context get a ``ContextManager`` of their width.
 
     Args:
         settings: what to measure.

@@ -2,12 +2,12 @@
 
 import itertools
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from relinear.contract.messages import warn_user
 from relinear.data.tokenizers import encode, text_start
 from relinear.system.text import some_names
 
@@ -94,10 +94,7 @@ def _check_expressible(described: dict[str, Any], is_byte_level: bool) -> None:
                 problems = dropped if token["special"] and key != "single_word" else inexpressible
                 problems.append(f"{key} of {token['content']!r}")
     if dropped:
-        warnings.warn(
-            f"llama.cpp keeps spaces beside special tokens, which the tokenizer drops ({some_names(dropped, 3)})",
-            stacklevel=2,
-        )
+        warn_user(f"llama.cpp keeps spaces beside special tokens, which the tokenizer drops ({some_names(dropped, 3)})")
     units = set(ByteLevel.alphabet()) - _NO_TEXT if is_byte_level else _BYTE_TOKENS
     if units - set(described["model"]["vocab"]) and (described["model"].get("unk_token") or not is_byte_level):
         inexpressible.append("bytes without a token")  # of which it makes unk_token, and llama.cpp nothing

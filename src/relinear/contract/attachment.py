@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from relinear.contract.config import Config
+from relinear.contract.linear_layers import reference_parameter
 from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
 
 
@@ -43,7 +44,7 @@ class AttachmentConfig(Config):
         methods of submodules, so that ``deepcopy`` of the model copies them correctly. Names of submodules start with
         ``relinear_``; surgery does not touch these.
         """
-        raise TypeError(f"{type(self).__name__} does not implement attach")
+        raise NotImplementedError(f"{type(self).__name__} does not implement attach")
 
     def for_model(self, model: nn.Module) -> Self | None:
         """Return the settings for ``model``, which has another head or is a part of the original; None to skip it."""
@@ -55,11 +56,10 @@ class AttachmentConfig(Config):
 
 def factory_kwargs_like(module: nn.Module) -> dict[str, Any]:
     """Return ``{"device", "dtype"}`` of a module's parameters, to create new ones with."""
-    reference = next(p for p in module.parameters() if p.is_floating_point())
+    reference = reference_parameter(module)
     return {"device": reference.device, "dtype": reference.dtype}
 
 
 def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> None:
     """Register ``part`` in ``owner``, in its training mode, with ``requires_grad`` as in ``like``."""
-    requires_grad = next(p.requires_grad for p in like.parameters() if p.is_floating_point())
-    owner.add_module(name, part.train(owner.training).requires_grad_(requires_grad))
+    owner.add_module(name, part.train(owner.training).requires_grad_(reference_parameter(like).requires_grad))

@@ -2,7 +2,8 @@
 
 1. Before a forward, hooks on the model (``hf.training_loss``) clear what the last forward recorded.
 2. During the forward, operators call ``record_auxiliary`` with one value per token.
-3. After it, the hooks reduce the values over the loss mask (``reduce_over_tokens``) and add them to the loss.
+3. After it, the hooks reduce the values over the loss mask and add them to the loss. ``reduce_auxiliary`` is what the
+   hooks call; ``reduce_over_tokens`` is what an operator overrides.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class AuxiliaryLossMixin(nn.Module):
         In a model the means are over the tokens of ``hf.labels.loss_mask``, in a layer alone over all tokens.
         """
         recorded = [(recorder, recorder._auxiliary_losses) for recorder in self._recorders() if recorder.training]
-        return {name: value for recorder, values in recorded for name, value in recorder._reduced(values, None).items()}
+        return {name: value for recorder, values in recorded for name, value in recorder._as_scalars(values).items()}
 
     def metrics(self) -> dict[str, Tensor]:
         """Return detached scalars of the last training forward to log, by name; they are not losses."""
         recorded = [(recorder, recorder._metrics) for recorder in self._recorders()]
-        return {name: value for recorder, values in recorded for name, value in recorder._reduced(values, None).items()}
+        return {name: value for recorder, values in recorded for name, value in recorder._as_scalars(values).items()}
 
     def _recorders(self) -> list[AuxiliaryLossMixin]:
         """Return the modules that record losses and metrics for this one: a wrapper's are its inner operators."""
@@ -74,7 +75,7 @@ class AuxiliaryLossMixin(nn.Module):
             return value.mean()
         return torch.where(mask, value, 0.0).sum() / mask.sum().clamp(min=1)
 
-    def _reduced(self, values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    def _as_scalars(self, values: dict[str, Tensor], mask: Tensor | None = None) -> dict[str, Tensor]:
         """Return ``values`` as scalars: per-token values reduced, scalars unchanged."""
         return {
             name: value if value.ndim == 0 else self.reduce_over_tokens(name, value, _mask_for(value, mask))
@@ -101,8 +102,8 @@ class AuxiliaryLossMixin(nn.Module):
                 routed to it), the loss averages over all tokens that the operator saw.
         """
         for recorder in self._recorders():
-            recorder._auxiliary_losses = recorder._reduced(recorder._auxiliary_losses, mask)
-            recorder._metrics = recorder._reduced(recorder._metrics, mask)
+            recorder._auxiliary_losses = recorder._as_scalars(recorder._auxiliary_losses, mask)
+            recorder._metrics = recorder._as_scalars(recorder._metrics, mask)
 
     def __getstate__(self) -> dict[str, Any]:
         # deepcopy refuses tensors with a graph

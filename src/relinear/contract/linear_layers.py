@@ -59,6 +59,11 @@ def linear_features(module: Any) -> tuple[int, int]:
     return int(module.in_features), int(module.out_features)
 
 
+def reference_parameter(module: nn.Module) -> nn.Parameter:
+    """Return the first floating-point parameter, whose device, dtype and ``requires_grad`` new ones take."""
+    return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+
+
 def dense_weight(module: Any) -> Tensor:
     """Return the (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
     if hasattr(module, "to_dense"):

@@ -75,8 +75,8 @@ def validation_message(error: ValidationError, name: str = "") -> str:
 
 
 def warn_user(message: str) -> None:
-    """Warn with the line of the first caller outside of relinear."""
+    """Warn with the line of the first caller outside of relinear and of torch, which calls hooks."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "relinear":
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("relinear", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, level)

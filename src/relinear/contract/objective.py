@@ -42,4 +42,4 @@ class ObjectiveConfig(Config):
         Raises:
             ValueError: if ``model`` cannot be trained with this objective; says why and what to do.
         """
-        raise TypeError(f"{type(self).__name__} does not implement prepare")
+        raise NotImplementedError(f"{type(self).__name__} does not implement prepare")

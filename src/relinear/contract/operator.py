@@ -26,6 +26,7 @@ from relinear.contract.linear_layers import (
     is_stock_linear,
     linear_features,
     linear_of,
+    reference_parameter,
     row_scale,
 )
 from relinear.contract.module_tree import outermost
@@ -116,7 +117,7 @@ class OperatorConfig(Config):
         ``requires_grad``.
         """
         in_features, out_features = linear_features(source)
-        reference = next(p for p in source.parameters() if p.is_floating_point())
+        reference = reference_parameter(source)
         has_bias = getattr(source, "bias", None) is not None
         operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
         if init == "from_weight":
@@ -249,7 +250,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     def reset_parameters(self) -> None:
         """Initialise every parameter in place from torch's global generator; must also run on the meta device."""
-        raise TypeError(f"{type(self).__name__} does not implement reset_parameters")
+        raise NotImplementedError(f"{type(self).__name__} does not implement reset_parameters")
 
     # Dense form
 
@@ -308,7 +309,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     @torch.no_grad()
     def fit_to_calibration_(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
-        """Overwrite the parameters with the best fit to ``linear`` on the calibration data; copy the bias.
+        """Fit this to a layer, with its bias, on the calibration data; ``fit_to_statistics_`` fits a weight alone.
 
         Minimises tr(G (W - W') A (W - W')^T) over the operator's dense matrix W', with the statistics A and G. The
         default is L-BFGS, initialised by ``fit_to_linear_`` or, without such a fit, with the current parameters.
@@ -330,7 +331,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         return self
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
-        """Fit all parameters but the bias to ``weight`` under ``statistics``, in at most ``steps`` iterations."""
+        """Fit this to a weight alone, without a bias, in at most ``steps`` iterations.
+
+        ``fit_to_calibration_``, which fits a layer, calls this.
+        """
         if self.config.fits_weight:
             self.fit_to_linear_(linear_of(weight))
         fit_by_lbfgs_(self, weight, statistics, steps)
@@ -367,7 +371,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
         An operator that routes tokens counts only the parts that a token is sent to: its active FLOPs.
         """
-        raise TypeError(f"{type(self).__name__} does not state its FLOPs")
+        raise NotImplementedError(f"{type(self).__name__} does not implement flops_per_token")
 
     def inactive_per_token(self) -> tuple[int, int]:
         """Return the (parameters, FLOPs) that one token does not use, such as those of experts that a router skips.

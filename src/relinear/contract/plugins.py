@@ -13,10 +13,11 @@ import dataclasses
 import functools
 import importlib
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
+
+from relinear.contract.messages import warn_user
 
 #: environment variable: modules to import, separated by commas
 IMPORT_VARIABLE = "RELINEAR_IMPORT"
@@ -44,7 +45,7 @@ def load(family: str, name: str) -> Any:
         return point.load()
     except Exception as error:
         source = f"{point.value} of the package {point.dist.name if point.dist else 'unknown'}"
-        warnings.warn(f"the {family} {name!r} is skipped: {source} fails with {error!r}", UserWarning, stacklevel=2)
+        warn_user(f"the {family} {name!r} is skipped: {source} fails with {error!r}")
         return None
 
 
@@ -54,7 +55,7 @@ def import_from_environment() -> None:
         try:
             importlib.import_module(module)
         except Exception as error:
-            warnings.warn(f"{IMPORT_VARIABLE} names {module}, which fails with {error!r}", UserWarning, stacklevel=2)
+            warn_user(f"{IMPORT_VARIABLE} names {module}, which fails with {error!r}")
 
 
 def _modules_in_environment() -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
-from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features
+from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features, reference_parameter
 from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
 from relinear.contract.parameter_roles import ParamRole
 
@@ -54,7 +54,7 @@ class WrapperConfig(OperatorConfig):
         resolved = self.replace(base=inner.config) if isinstance(inner, Operator) else self
         in_features, out_features = linear_features(source)
         resolved.check_shape(in_features, out_features)
-        reference = next(p for p in source.parameters() if p.is_floating_point())
+        reference = reference_parameter(source)
         wrapper: Wrapper = type(self).module_class(  # type: ignore[assignment]
             resolved, in_features, out_features, inner=inner, device=reference.device, dtype=reference.dtype
         )

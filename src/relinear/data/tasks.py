@@ -41,11 +41,11 @@ class Task(Config):
 
     def draw(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a sample, including the values that are hidden from a model."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement draw")
 
     def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the model's inputs for a sample."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement encode")
 
 
 def task_of(data: Any) -> Task | None:

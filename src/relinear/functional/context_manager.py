@@ -1,4 +1,4 @@
-"""The memory of a context manager: a first-order linear recurrence over the tokens (reference)."""
+"""The memory of ``ContextManager``: a first-order linear recurrence over the tokens (reference)."""
 
 # Legend: B batch, T tokens, D channels
 

@@ -13,9 +13,10 @@ _ATTRIBUTE = "_relinear_attachments"
 
 
 def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
-    """Check and attach a part, and record its config on the model; ``relinear.attach_`` also records it in the model's.
+    """Check and attach a part, and record its config on the model.
 
-    In a PEFT model the part is attached to the wrapped model and trains. A warning says that PEFT will not save it.
+    ``relinear.attach_`` also writes the record in ``model.config`` (``finish_surgery_``). In a PEFT model the part is
+    attached to the wrapped model and trains. A warning says that PEFT will not save it.
     """
     hf_model = unwrapped(model)
     config.check(hf_model)

@@ -5,13 +5,13 @@ the loss mask and average over the tokens whose prediction the model's own loss 
 """
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import auxiliary_losses_of
+from relinear.contract.messages import warn_user
 from relinear.contract.objective import Objective
 from relinear.contract.operator import named_operators
 from relinear.hf.labels import loss_mask, share_of_batch
@@ -52,7 +52,7 @@ def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any],
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = auxiliary_losses_of(model)
     if terms and loss is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        warnings.warn(_NO_LOSS, UserWarning, stacklevel=2)
+        warn_user(_NO_LOSS)
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()

@@ -20,7 +20,7 @@ from relinear.kernels.autograd import (
     was_changed,
     without_autocast,
 )
-from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
+from relinear.kernels.implementations import Call, Implementation, dispatch, is_untraced_cpu, log_choice, shape_of
 
 #: epsilon of the LayerNorm
 EPS = 1e-5
@@ -80,7 +80,7 @@ def prepare_few_rows(
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
         if context is None:
             return layer(x, None)
-        if context.numel() * x.shape[-1] != x.numel() * width or not is_plain(context):
+        if context.numel() * x.shape[-1] != x.numel() * width or not is_untraced_cpu(context):
             return None
         return layer(x, context.to(x.dtype))
 

@@ -66,7 +66,7 @@ class Call:
         emulated: whether x is in bfloat16 on a processor without it, where products take longer than in float32.
         transformed: ``is_transformed``.
         opaque: why operations that torch cannot see are not allowed: compilers, or ``transformed``; "" if they are.
-        plain: ``is_plain``.
+        plain: ``is_untraced_cpu``.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -200,6 +200,6 @@ def is_traced(x: Tensor) -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
 
 
-def is_plain(x: Tensor) -> bool:
+def is_untraced_cpu(x: Tensor) -> bool:
     """Return whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
     return x.device.type == "cpu" and not is_traced(x)

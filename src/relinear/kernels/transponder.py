@@ -25,7 +25,7 @@ from relinear.kernels.autograd import (
     was_changed,
     without_autocast,
 )
-from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
+from relinear.kernels.implementations import Call, Implementation, dispatch, is_untraced_cpu, log_choice, shape_of
 
 Alpha = Tensor | float
 
@@ -125,7 +125,7 @@ def _cpp_unsupported(call: Call) -> str:
         reason = native.unsupported_reason(call, fewest=1, may_build=False)
     if reason:
         return reason
-    if not is_plain(weight):
+    if not is_untraced_cpu(weight):
         return "no plain weight on a CPU"
     same = call.autocast or call.dtype == weight.dtype == down.dtype
     return "" if same else "several dtypes"

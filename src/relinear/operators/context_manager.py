@@ -1,4 +1,4 @@
-"""The context manager: computes one causal context vector per token, once per forward, for all conditioned layers."""
+"""``ContextManager`` computes one causal context vector per token, once per forward, for all conditioned layers."""
 
 # Legend: B batch, T tokens, C dim (context width), H width of the model's embeddings, S cached and new tokens together
 
@@ -67,7 +67,7 @@ class ContextState(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Raise an error: after assisted decoding, or another crop, the state would include rejected tokens."""
         raise ValueError(
-            "the context manager cannot roll back its memory for assisted (speculative) decoding; generate without "
+            "relinear.ContextManager cannot roll back its memory for assisted (speculative) decoding; generate without "
             "it, or use mixer='token'"
         )
 
@@ -222,7 +222,7 @@ class SharedContext(ContextOwner):
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids; with inputs_embeds use source='embeddings'"
             )
-        check_table_fits(self.embedding, decoder, "context manager")
+        check_table_fits(self.embedding, decoder, "ContextManager")
         return tokens
 
     def extra_repr(self) -> str:
@@ -250,7 +250,7 @@ def _state_layer(cache: Any, decoder: Any) -> ContextState:
         cache.layers.append(cache.layer_class_to_replicate())
     length = cache.get_seq_length()
     if isinstance(length, int) and length > 0:
-        raise ValueError(f"the cache holds {length} tokens that the context manager has not seen; start without it")
+        raise ValueError(f"the cache holds {length} tokens that relinear.ContextManager has not seen; start without it")
     layer = ContextState()
     cache.layers.append(layer)
     return layer
@@ -276,7 +276,8 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
         positions = torch.arange(tokens, device=mask.device)
         diagonal = mask[:, 0, positions, positions + past]
         return diagonal if mask.dtype == torch.bool else diagonal == 0
-    raise ValueError(f"the context manager needs an attention mask of shape (batch, tokens), got {tuple(mask.shape)}")
+    shape = tuple(mask.shape)
+    raise ValueError(f"relinear.ContextManager needs an attention mask of shape (batch, tokens), got {shape}")
 
 
 @register
@@ -320,7 +321,7 @@ class ContextManager(AttachmentConfig):
         for name, operator in conditioned_operators(model).items():
             if operator.config.context_dim != self.dim:
                 raise ValueError(
-                    f"{name} was built for context_dim={operator.config.context_dim}, the manager has dim={self.dim}; "
+                    f"{name} was built for context_dim={operator.config.context_dim}, this has dim={self.dim}; "
                     "make them equal"
                 )
 

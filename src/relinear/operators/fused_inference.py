@@ -25,7 +25,7 @@ class FusedInference(CachingModule):
         It is built once per dtype and cached until a parameter changes. The kernel returns None for inputs that it does
         not support.
         """
-        raise TypeError(f"{type(self).__name__} does not name its kernel")
+        raise NotImplementedError(f"{type(self).__name__} does not implement fused_kernel")
 
     def fused_forward(self, x: Tensor) -> Tensor | None:
         """Return the output for a few rows x (..., I), or None if ``forward`` has to compute it.

@@ -33,7 +33,7 @@ class RankLinear(Operator):
 
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         """Copy ``down`` (R, I) and ``up`` (O, R) into the layer's factors; dtypes may differ."""
-        raise TypeError(f"{type(self).__name__} does not implement set_factors_")
+        raise NotImplementedError(f"{type(self).__name__} does not implement set_factors_")
 
     def to_dense(self) -> Tensor:
         down, up = self.dense_chain()

@@ -22,7 +22,7 @@ from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import autocasted
 from relinear.kernels.dense import dense_cost, dense_inference
-from relinear.kernels.implementations import is_plain
+from relinear.kernels.implementations import is_untraced_cpu
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, supports_network, supports_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials
 from relinear.system.machine import tiled
@@ -159,7 +159,7 @@ class RotorLinear(Operator):
         if self.exit is None:
             return False
         sums = self._sums()
-        if not all(is_plain(s.left) for s in sums):
+        if not all(is_untraced_cpu(s.left) for s in sums):
             return False
         return supports_network(x, [size for s in sums for size in s.factor_sizes])
 

@@ -34,7 +34,7 @@ class ResidualConfig(AttachmentConfig):
 
     def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
         """Return the module of sub-block ``index`` of ``count``: its ``forward(x, y)`` is added to the stream x."""
-        raise TypeError(f"{type(self).__name__} does not implement residual_part")
+        raise NotImplementedError(f"{type(self).__name__} does not implement residual_part")
 
     def attach(self, model: nn.Module) -> None:
         blocks = sub_blocks(model)

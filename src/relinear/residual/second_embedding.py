@@ -68,7 +68,7 @@ class SecondEmbedding(AttachmentConfig):
 
     It is the same in every layer. It gives a dense model the information that CCL's default context gives to gates: the
     token itself, not passed through the residual stream. So if CCL is better than this model, its gates are the reason.
-    It is passed to layers as CCL's context is, so a model has either this or a context manager.
+    It is passed to layers as CCL's context is, so a model has either this or a ``ContextManager``.
 
     Args:
         dim: C, width of the embedding; by default the model's width, and then there is no W.

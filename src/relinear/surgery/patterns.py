@@ -7,17 +7,17 @@ from typing import Any
 from relinear.contract.messages import quoted
 
 ALL_LINEAR = "all-linear"
-_PLAIN = re.compile(r"[\w.\-]+")
+_NAME = re.compile(r"[\w.\-]+")
 
 
-def is_plain(pattern: str) -> bool:
+def is_name(pattern: str) -> bool:
     """Return whether ``pattern`` is a name or a dotted suffix, not a regular expression."""
-    return _PLAIN.fullmatch(pattern) is not None
+    return _NAME.fullmatch(pattern) is not None
 
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether ``pattern`` matches ``name``: as a name or dotted suffix, else as a regular expression in full."""
-    if is_plain(pattern):
+    if is_name(pattern):
         return name == pattern or name.endswith(f".{pattern}")
     return re.fullmatch(pattern, name) is not None
 
@@ -27,7 +27,7 @@ def check_patterns(patterns: Iterable[Any]) -> None:
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"a pattern must be a non-empty string, got {quoted(pattern)}")
-        if pattern != ALL_LINEAR and not is_plain(pattern):
+        if pattern != ALL_LINEAR and not is_name(pattern):
             try:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:

@@ -268,7 +268,7 @@ def replace_(
 
 
 def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
-    """Attach a model-level part (context manager, residual method, ...) in place, so that checkpoints restore it.
+    """Attach a model-level part (``ContextManager``, residual method, ...) in place, so that checkpoints restore it.
 
     Args:
         model: a model that supports the part, usually a Hugging Face decoder.

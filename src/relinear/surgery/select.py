@@ -14,7 +14,7 @@ from relinear.contract.messages import quoted
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import existing_layers, layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
-from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches
+from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_name, listed, matches
 
 PART_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
@@ -186,7 +186,7 @@ def select_targets(
             continue
         all_aliases = [alias for name in names for alias in dict.fromkeys((name, stock_name(name)))]
         # patterns for linear layers do not match an embedding; it must be named
-        patterns = [p for p in mapping if p != ALL_LINEAR and is_plain(p)] if module is table else mapping
+        patterns = [p for p in mapping if p != ALL_LINEAR and is_name(p)] if module is table else mapping
         hits = [
             p
             for p in patterns

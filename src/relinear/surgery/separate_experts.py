@@ -15,7 +15,7 @@ from relinear.contract.linear_layers import linear_of
 from relinear.hf.attachments import forget_attachment_
 from relinear.hf.config_record import finish_surgery_
 from relinear.surgery.plan import attach_
-from relinear.surgery.replacing import swap_module
+from relinear.surgery.swap import swap_module
 
 
 class ExpertLayers(nn.Module):

@@ -13,7 +13,7 @@ from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.model_layout import output_head
 from relinear.hf.peft_models import unwrapped
-from relinear.surgery.replacing import swap_module
+from relinear.surgery.swap import swap_module
 
 
 class TiedHead(nn.Module):
