@@ -113,9 +113,11 @@ def _changed_settings(
     """Return a recipe's settings (None: the defaults) with those of the command line.
 
     Args:
-        recipe: by name or file.
-        changes: of settings, by dotted name.
-        operators, match, tune: options that change more than the setting of their name.
+        recipe: name or file of the recipe.
+        changes: changed settings by dotted name.
+        operators: the option, which replaces all entries.
+        match: the option, which may also let entries be resized.
+        tune: the option, which keeps the tuning of a recipe that has one.
     """
     from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe, without_key
     from relinear.compare.settings import CompareSettings

@@ -113,7 +113,9 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
     """Run the analyses that apply to trained models, and write them to the folder ``analysis`` of each run.
 
     Args:
-        folders: from ``trained_in``. overwrite: rename analyses of something else. samples: sequences to read.
+        folders: directories of trained models, from ``trained_in``.
+        overwrite: rename analyses of something else.
+        samples: number of sequences to read.
 
     Raises:
         ValueError: if a text is too short, or a record is damaged.

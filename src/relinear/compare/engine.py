@@ -20,7 +20,14 @@ _POLL = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Request a training run. label: names it in progress and messages."""
+    """Request a training run.
+
+    Attributes:
+        stage: whether the run tunes an entry, or trains it for the results.
+        label: name of the run in progress and messages.
+        settings: training settings of the run.
+        folder: directory of the run.
+    """
 
     stage: Literal["tune", "train"]
     label: str
@@ -28,17 +35,17 @@ class Run:
     folder: Path
 
     def loss(self) -> float | None:
-        """Return the validation loss if it has ended, infinite if it diverged; None if it has not ended.
+        """Return the run's validation loss, infinite if it diverged; None if it has not ended.
 
         Raises:
-            ValueError: if another run is in its folder.
+            ValueError: if its folder holds another run.
         """
         record = run_folder(self.folder, self.settings).check(self.settings.model_dump(mode="json"))
         return read_final_loss(self.folder) if record else None
 
 
 T = TypeVar("T")
-#: asks for rounds of runs; is sent the loss of each, infinite if it diverged; returns its result
+#: yields rounds of runs, is sent the loss of each (infinite if it diverged), and returns its result
 Search = Generator[list[Run], list[float], T]
 
 
@@ -80,8 +87,8 @@ class Engine:
     """Execute rounds of runs and report their progress.
 
     Args:
-        executor: runs the calls.
-        at_once: how many runs the executor runs at once, if known; for the remaining time.
+        executor: executes the runs.
+        at_once: how many runs it executes at once, for the remaining time; 0 if that is unknown.
         on_progress: called with a ``Progress`` about once a second.
     """
 

@@ -24,11 +24,15 @@ DIVERGED_FILE = "diverged.json"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Hold what tuning chose for an entry; None as initialisation or warm-up keeps the entry's own.
+    """Hold what tuning chose for an entry.
 
-    entry: the entry at its size, in the chosen bits.
-    trials: the searches with these settings; each holds its runs by learning rate.
-    tuning: what ``results.json`` says of it; None for an entry that was not tuned.
+    Attributes:
+        entry: the entry at its size, in the chosen bits.
+        learning_rate: the chosen learning rate.
+        initializer_range: the chosen initialisation; None keeps the entry's own.
+        warmup_ratio: the chosen warm-up; None keeps the entry's own.
+        trials: the searches with these settings; each holds its runs by learning rate.
+        tuning: the entry's tuning in ``results.json``; None if the entry was not tuned.
     """
 
     entry: SizedEntry
@@ -77,7 +81,13 @@ def least_runs(recipe: CompareSettings, entry: SizedEntry) -> list[tuple[str, in
 
 @dataclasses.dataclass(frozen=True)
 class EntrySearch:
-    """Find the settings of an entry and train it with them. out_dir: that of the comparison."""
+    """Find the settings of an entry and train it with them.
+
+    Attributes:
+        recipe: the comparison's recipe.
+        entry: the entry at its size.
+        out_dir: directory of the comparison.
+    """
 
     recipe: CompareSettings
     entry: SizedEntry

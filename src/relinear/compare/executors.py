@@ -58,7 +58,7 @@ class InlineExecutor(Executor):
 
 
 class _ThreadPerCall(ThreadPoolExecutor):
-    """Wait in one thread per call, which runs elsewhere; calls that still run when the block ends are ended."""
+    """Wait for each call, which runs elsewhere, in a thread; end the calls that still run when the block ends."""
 
     #: run one call and return its result; end all of them
     call: Callable[..., Any]
@@ -74,7 +74,12 @@ class _ThreadPerCall(ThreadPoolExecutor):
 
 
 class ProcessExecutor(_ThreadPerCall):
-    """Run each call in a process on this machine, ``workers`` at once. log: file for their output, if any."""
+    """Run each call in a process on this machine.
+
+    Args:
+        workers: how many processes run at once.
+        log: file for the output of the processes; None leaves it on the terminal.
+    """
 
     def __init__(self, workers: int = 1, log: Path | None = None) -> None:
         super().__init__(workers)
@@ -188,7 +193,14 @@ class Job:
 
 
 class Slurm(_ThreadPerCall):
-    """Run jobs of SLURM. folder: for scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
+    """Run each call as a job of SLURM.
+
+    Args:
+        workers: how many jobs are in the queue at once.
+        folder: directory for scripts and logs; all nodes see it by this path.
+        parameters: parameters of ``submitit.AutoExecutor``.
+        cluster: kind of cluster, as submitit names it.
+    """
 
     def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
         import submitit
@@ -220,7 +232,7 @@ class Slurm(_ThreadPerCall):
 
 
 class Dask(_ThreadPerCall):
-    """Run calls on the workers of a Dask cluster at an address; those that run when it ends are kept by their runs."""
+    """Run calls on the workers of the Dask cluster at an address; runs whose calls are cut off resume later."""
 
     def __init__(self, address: str) -> None:
         from distributed import Client
@@ -239,11 +251,11 @@ def executor_at(
     """Return an executor whose running calls end with its block.
 
     Args:
-        executor: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.
-        workers: calls at once, of this machine and in SLURM's queue; 0 means SLURM's default, or this process
-            when ``executor`` is None.
-        folder: of the comparison; gets ``worker.log`` or ``slurm/``.
-        parameters: of jobs of SLURM.
+        executor: an executor; None for processes on this machine, "slurm", or the address of a scheduler of Dask.
+        workers: how many calls run at once on this machine, or are in SLURM's queue. 0 means 256 jobs of SLURM, or
+            calls in this process if ``executor`` is None.
+        folder: directory of the comparison; gets ``worker.log`` or ``slurm/``.
+        parameters: parameters of SLURM's jobs, for submitit.
 
     Raises:
         ValueError: for any other executor.

@@ -209,7 +209,9 @@ def _seed_range(loss: Statistic) -> dict[str, float]:
 def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
     """Return the panels of ``scale.json``: loss against training FLOPs and time, with every entry's power law.
 
-    ``unit``: of the loss.
+    Args:
+        entries: the entries of ``scale.json``.
+        unit: unit of the loss.
     """
     marks, panels = _marks(entries, colors([entry["name"] for entry in entries])), []
     for axis, title in AXES.items():

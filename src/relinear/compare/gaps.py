@@ -47,8 +47,8 @@ def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np
 
     Over seeds they spread by Student's t, over text by a bootstrap that draws groups of neighbouring blocks. All seeds
     were evaluated on the same blocks, so one draw of blocks serves all seeds of a replicate. The same seed and shape
-    give the same draws: replicates of two entries may be compared one by one. Nothing is said about
-    seeds if there is one.
+    give the same draws: replicates of two entries may be compared one by one. With one seed, only
+    blocks are resampled.
     """
     generator = np.random.default_rng(seed)
     sums, counts = _grouped_sums(losses)
@@ -77,7 +77,8 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
     """Return an entry's loss minus the reference's, on the same seeds and blocks: below 0 the entry is better.
 
     Args:
-        entry_losses, reference: by seed, the losses by block (N,), or (1,) their mean where blocks were not kept.
+        entry_losses: losses of each seed by block (N,), or their mean (1,) if losses by block were not saved.
+        reference: losses of the reference, in the same form.
 
     Returns:
         mean, low and high (95 %; None for one seed, which says nothing of others), the ``values`` of the seeds, and
@@ -104,7 +105,7 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
 
 
 def gap_of_means(entry_values: Sequence[float], reference: Sequence[float]) -> Gap:
-    """Return the gap of one value a seed, where losses by block are not known."""
+    """Return the gap from one value per seed, for runs without losses by block."""
     return gap(*([np.asarray([value]) for value in values] for values in (entry_values, reference)))
 
 

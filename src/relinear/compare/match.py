@@ -27,9 +27,14 @@ _WIDTH_FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """Hold a model's parameters and forward FLOPs per token, and its file's bytes if it is stored in few bits.
+    """Hold the size of a model.
 
-    inactive_*: what one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
+    Attributes:
+        parameters: number of parameters.
+        flops: FLOPs of the forward pass for a token.
+        bytes: size of the file of weights if it is stored in few bits, else 0.
+        inactive_parameters: parameters that a token does not use, where tokens are routed.
+        inactive_flops: FLOPs that routing saves a token.
     """
 
     parameters: int
@@ -45,9 +50,14 @@ class ModelSize:
 
 @dataclasses.dataclass(frozen=True)
 class SizedEntry:
-    """Hold an entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
+    """Hold an entry at its final size.
 
-    candidates: the entry in several bits, each at the width that makes its file as large as asked.
+    Attributes:
+        name: name of the entry.
+        settings: training settings of the entry at this size.
+        size: size of its model.
+        size_mismatch: relative deviation from the target size; None if the entry was not matched.
+        candidates: the entry in several bits, each at the width at which its file has the requested size.
     """
 
     name: str
@@ -83,13 +93,13 @@ def matched(
     """Return an entry resized so that its model comes as near to ``target`` as it can.
 
     Args:
-        settings: as written.
-        vocab_size: of the tokenizer.
+        settings: training settings of the entry, as written.
+        vocab_size: size of the tokenizer's vocabulary.
         by: "parameters", "flops" or "bytes".
-        target: how many of them.
+        target: the size to come near to.
         resizing: "operator" scales the operators through ``OperatorConfig.scaled``, "width" the model.
         tolerance: largest relative deviation allowed.
-        name: of the entry, for messages.
+        name: name of the entry, for messages.
 
     Raises:
         ValueError: if no size comes within ``tolerance``; says how near it came and what else could be changed.
@@ -215,7 +225,10 @@ def scaled_operators(
     """Return ``settings.operators`` at ``scale`` times their sizes; an operator without a size stays unchanged.
 
     Args:
-        shapes: from ``operator_shapes``. name: of the entry, for messages.
+        settings: training settings of an entry.
+        shapes: shapes of the layers by pattern, from ``operator_shapes``.
+        scale: factor of the operators' sizes.
+        name: name of the entry, for messages.
     """
     configs: Any = settings.operator_configs
     scaled = {
@@ -269,8 +282,8 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[Siz
     """Return every entry at the size at which it is trained.
 
     Args:
-        recipe: what to compare.
-        vocab_size: of the tokenizer.
+        recipe: recipe of the comparison.
+        vocab_size: size of the tokenizer's vocabulary.
 
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.

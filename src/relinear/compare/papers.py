@@ -21,12 +21,22 @@ from relinear.pages.blocks import Block, Cell, Row, Table, Text
 PAPERS = Path(__file__).parent / "papers"
 #: names of a replication's files
 RECORD, COMPARISON, REPORT = "replicate.json", "comparison", "report.html"
-#: settings that mean the paper's own budget, model or text, and sizes that take minutes on this machine
+#: options: the paper's own budget, model or text; sizes that take minutes on this machine
 PAPER, SMALL = "paper", "small"
 
 
 class Request(Settings):
-    """Hold the options of a replication, defaults filled in. budget: share of the paper's tokens."""
+    """Hold the options of a replication, with defaults filled in.
+
+    Attributes:
+        paper: name of the paper.
+        budget: share of the paper's tokens.
+        model: "small", "paper", or a model as in a recipe.
+        data: "paper", or a text as in a recipe.
+        tokenizer: tokenizer of the text; None takes that of the sizes.
+        seeds: seeds of the runs.
+        evaluate_on: second text, for what is fitted to a pretrained model.
+    """
 
     paper: str
     budget: Annotated[float, BeforeValidator(lambda value: 1.0 if value == PAPER else value), Field(gt=0, le=1)]
@@ -38,9 +48,12 @@ class Request(Settings):
 
 
 class PaperRow(Settings):
-    """Hold a row: the paper's cells in order, and our entry; None if we train none.
+    """Hold a row of a table.
 
-    Where columns are entries, the row is what they are measured by.
+    Attributes:
+        paper: the paper's cells in order, separated by spaces.
+        entry: our entry in this row; None if we train none.
+        measure: what the row measures, in tables whose columns are entries.
     """
 
     paper: str = ""
@@ -49,7 +62,15 @@ class PaperRow(Settings):
 
 
 class PaperTable(Settings):
-    """Hold a table as the paper prints it. ``ours``: column -> measure, or entry where rows are measures."""
+    """Hold a table as the paper prints it.
+
+    Attributes:
+        title: heading of the table.
+        head: head of the first column, which holds the rows' names.
+        paper: heads of the paper's columns.
+        ours: our columns by head: a measure, or an entry if rows are measures.
+        rows: the rows by name.
+    """
 
     title: str
     head: str
@@ -59,9 +80,15 @@ class PaperTable(Settings):
 
 
 class Claim(Settings):
-    """Hold a claim on an entry's loss against another's, with the paper's values of both (losses, or perplexities).
+    """Hold a claim that compares two entries, by their losses or by other measures.
 
-    With ``measure`` the claim compares that measure of the entry with the measure ``than`` of the other.
+    Attributes:
+        entry: the entry that the claim is about.
+        against: the entry that it is compared with.
+        paper: the paper's values of both, losses unless ``perplexity`` or ``measure`` is set.
+        perplexity: whether the paper's values are perplexities.
+        measure: measure of ``entry``, if the claim is not about losses.
+        than: measure of ``against`` that it is compared with.
     """
 
     entry: str
@@ -87,21 +114,31 @@ class Claim(Settings):
 
 
 class Method(Settings):
-    """Hold an operator to fit projections with, and the learning rate of its fit."""
+    """Hold how a method fits projections.
+
+    Attributes:
+        operator: the operator that is fitted.
+        learning_rate: learning rate of the fit.
+    """
 
     operator: str
     learning_rate: float
 
 
 class Fits(Settings):
-    """Plan fits: projections of one layer of a pretrained decoder, replaced by each method.
+    """Describe the fits of a paper: each method replaces projections of one layer of a pretrained decoder.
 
     Attributes:
-        model, data: of the paper. second: its second text, on which nothing is fitted.
-        tokens, evaluation: fitted on and evaluated on at a budget of one, of each text.
-        decoder: training settings of the model that stands in where none is named; decoder_tokens: its budget.
-        methods: by name. projections: sets that are replaced at once.
-        settings: of the fits.
+        model: the paper's model.
+        data: the paper's text, on which methods are fitted.
+        second: the paper's second text, on which nothing is fitted.
+        tokens: tokens of a fit at a budget of one.
+        evaluation: tokens of each text that a fit is evaluated on, at a budget of one.
+        decoder: training settings of the stand-in model, for when no model is named.
+        decoder_tokens: training tokens of the stand-in model at a budget of one.
+        methods: the methods by name.
+        projections: sets of projections that are replaced together, by name.
+        settings: settings of the fits.
     """
 
     model: str
@@ -117,19 +154,23 @@ class Fits(Settings):
 
 
 class Paper(Settings):
-    """A paper.
+    """Hold a paper: what to train or fit, what changes on a small machine, its tables and its claims.
 
     Attributes:
-        title, about: for the page, and for lists.
-        recipe: at the paper's sizes and budget; "" if it has ``fits``.
-        budget: share of it that takes about ten minutes on two cores at the small sizes.
-        changes: to the recipe, at every size.
-        small: changes to it for a small machine.
-        fits: what is fitted to a pretrained model, in place of the recipe and what belongs to it.
-        data: text where none is named.
-        analyze: entries whose model is saved and analysed, on ``samples`` samples.
-        claims: the first is the page's verdict.
-        tables, differences, reading: of the page.
+        title: title of the page.
+        about: description in lists.
+        recipe: name of the recipe at the paper's sizes and budget; "" if the paper has ``fits``.
+        fits: what is fitted to a pretrained model, instead of a recipe.
+        data: text that is used if none is named.
+        budget: share of the paper's tokens that takes about ten minutes on two cores at the small sizes.
+        changes: changes to the recipe at every size.
+        small: further changes for a small machine.
+        analyze: entries whose model is saved and analysed.
+        samples: number of samples in these analyses.
+        claims: claims of the paper; the first is the page's verdict.
+        tables: tables of the paper.
+        differences: sentences on what differs from the paper.
+        reading: sentences on how to read the page.
     """
 
     title: str
@@ -177,7 +218,7 @@ def paper_table(table: PaperTable, cell: Callable[[str, str], Cell]) -> Table:
 
 
 def _printed(text: str) -> Cell:
-    """Return a cell of the paper's, which sorts by its number."""
+    """Return a cell with the paper's text, which sorts by its number."""
     value = None
     with contextlib.suppress(ValueError):
         value = float(text.strip("<%"))
@@ -196,10 +237,13 @@ def paper_blocks(
     """Return the page on a paper: verdict, tables, claims, what differs, how to read it.
 
     Args:
-        paper: which. scale: what was run, in sentences. unit: of our losses.
-        cell: as for ``paper_table``. gap_of: returns ours, None if there are no results.
-        facts: settings with ``--budget paper``, and those of ours, by name.
-        share: of the tokens with ``--budget paper``.
+        paper: the paper that was replicated.
+        scale: sentences on what was run.
+        cell: makes a cell from an entry and a measure, as for ``paper_table``.
+        gap_of: returns our gap for a claim; None without results.
+        unit: unit of our losses.
+        facts: settings by name, those with ``--budget paper`` and then ours.
+        share: our share of the tokens with ``--budget paper``.
     """
     gaps = [gap_of(claim) for claim in paper.claims]
     blocks: list[Block] = [Text(_verdict(paper.claims[0], gaps[0], unit), lead=True), Text(scale)]

@@ -16,9 +16,9 @@ from relinear.system.text import shorten
 BUNDLED = Path(__file__).parent / "recipes"
 
 
-#: characters of what the YAML parser says
+#: longest part of the YAML parser's message that is quoted, in characters
 _MAX_PARSER_MESSAGE = 500
-#: characters of settings; a device never ends
+#: longest text of settings, in characters; reading a device would never end
 _MAX_TEXT = 100_000
 #: settings that say the same in several ways: one that is given replaces those of a recipe
 _ALTERNATIVES = (
@@ -67,7 +67,7 @@ def read_value(text: str, name: str) -> Any:
     """Return one value in YAML 1.2, by a safe loader: 010 is ten; 1:30 and yes are texts.
 
     Raises:
-        ValueError: if it is none; ``name`` heads the message.
+        ValueError: if the text is not valid; the message begins with ``name``.
     """
     if len(text) > _MAX_TEXT:
         raise ValueError(f"{name} is longer than {_MAX_TEXT:,} characters, and so no settings")
@@ -141,7 +141,7 @@ def without_key(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
 def find_recipe(name: str | Path) -> Path:
     """Return the file of a recipe: a path, or the name of a recipe in the folder ``recipes`` here or in relinear's own.
 
-    A file that is there comes first. Else NAME, NAME.yaml, recipes/NAME and recipes/NAME.yaml all mean the recipe NAME.
+    An existing file comes first. Else NAME, NAME.yaml, recipes/NAME and recipes/NAME.yaml all mean the recipe NAME.
 
     Raises:
         FileNotFoundError: if there is none, with the nearest names.
@@ -156,7 +156,7 @@ def find_recipe(name: str | Path) -> Path:
             if candidate.is_file():
                 return candidate
     if path.exists():
-        return path  # a folder, say: reading it tells
+        return path  # such as a folder: reading it raises the error
     if (other := plugins.load("recipe", path.name.removesuffix(".yaml"))) is not None:
         return Path(other)
     known = sorted(

@@ -43,7 +43,7 @@ class Replication:
     """Hold a replication by training, ready to run.
 
     Attributes:
-        paper: that is replicated.
+        paper: the paper to replicate.
         request: the options of the replication.
         whole: the recipe at the paper's sizes and budget.
         recipe: the recipe that is run here.
@@ -132,11 +132,13 @@ def replication(
     """Prepare a replication, for ``replicate`` to run; its ``requirements()`` say what that takes.
 
     Args:
-        name: of the paper.
-        budget: share of the paper's tokens; warm-ups and evaluations go with it. "paper" is 1, with the paper's model
-            and text unless others are named. None takes minutes on two cores.
-        model: "small", "paper", or what a recipe takes. data: "paper", or what a recipe takes; ``stdlib`` by default.
-        tokenizer: in place of the one that the sizes bring. seeds: in place of the paper's.
+        name: name of the paper.
+        budget: share of the paper's tokens; warm-ups and evaluations shrink with it. "paper" is 1, with the paper's
+            model and text unless others are named. None takes minutes on two cores.
+        model: "small", "paper", or a model as in a recipe.
+        data: "paper", or a text as in a recipe; ``stdlib`` by default.
+        tokenizer: tokenizer to use instead of that of the sizes.
+        seeds: seeds to use instead of the paper's.
         evaluate_on: a second text, for what is fitted to a pretrained model.
 
     Raises:
@@ -204,10 +206,13 @@ def replicate(
     in ``out_dir/fits``.
 
     Args:
-        experiment: from ``replication``.
+        experiment: the replication, from ``replication``.
         out_dir: directory of the results.
         overwrite: start over, and rename what is in the way.
-        workers, executor, slurm, on_progress: as in ``compare``.
+        workers: as in ``compare``.
+        executor: as in ``compare``.
+        slurm: as in ``compare``.
+        on_progress: as in ``compare``.
 
     Raises:
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.

@@ -58,9 +58,13 @@ _BAD = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Request a fit of ``operator`` to projections, or with None the unchanged model, and an evaluation on two texts.
+    """Request a fit to projections and an evaluation on two texts.
 
-    evaluation: tokens of each text. settings: of ``distill_``.
+    Attributes:
+        evaluation: tokens of each text that are evaluated.
+        operator: operator to fit; None evaluates the unchanged model.
+        projections: names of the projections that it replaces.
+        settings: settings of ``distill_``.
     """
 
     evaluation: int
@@ -74,8 +78,8 @@ class FitReplication:
     """Hold a replication by fits, ready to run: every method in every set of projections, on every seed.
 
     Attributes:
-        paper: that is replicated.
-        fits: those of the paper.
+        paper: the paper to replicate.
+        fits: the fits of the paper.
         request: the options of the replication.
     """
 
@@ -269,8 +273,12 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
     """Fit, evaluate, and write the result to ``path``: losses by text, parameters and error.
 
     Args:
-        path: of the file. model: directory or Hub name. tokenizer: the model's own by default.
-        texts, job: as ``fitted`` takes them. threads: of the CPU.
+        path: file of the result.
+        model: directory or Hub name of the model.
+        tokenizer: tokenizer to use instead of the model's own.
+        texts: as for ``fitted``.
+        threads: threads of the CPU.
+        job: what to fit, and how much to evaluate.
     """
     with on_threads(threads):
         results = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, job)
@@ -287,8 +295,11 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Job) -> dict[str, 
     """Fit an operator to projections of the model's middle layer and evaluate the model on two texts.
 
     Args:
-        texts: what is fitted on, and evaluated on its validation text; and what is evaluated on, all of it or
-            what it holds out.
+        model: the model; its projections are replaced.
+        tokenizer: tokenizer of the texts.
+        texts: two texts. The operator is fitted to the first and evaluated on its validation split. The second is
+            only evaluated on: all of it, or what it holds out.
+        job: what to fit, and how much to evaluate.
     """
     results: dict[str, Any] = {}
     if job.operator is not None:

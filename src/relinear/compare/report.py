@@ -370,7 +370,7 @@ def gap_text(gap: Gap | None) -> str:
 
 
 def series_of(results: Results) -> tuple[str, Literal["tokens", "bytes"], list[Any]]:
-    """Return the series' key in results, its axis, and its rows, which are none for one comparison."""
+    """Return the series' key in results, its axis, and its rows; a single comparison has none."""
     by_size = results.get("sizes")
     return ("sizes", "bytes", by_size) if by_size else ("budgets", "tokens", results.get("budgets") or [])
 

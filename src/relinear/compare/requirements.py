@@ -39,8 +39,8 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     A step of the first dense entry and one of the first with operators are timed on few tokens; it takes seconds.
 
     Args:
-        recipe: what to compare.
-        workers: runs at once; None for as many as there are cores for.
+        recipe: recipe of the comparison.
+        workers: how many runs execute at once; None takes as many as fit on the cores.
         timed: False where runs are executed on other machines.
 
     Raises:
@@ -69,7 +69,10 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
 def _time_text(runs: Sequence[tuple[SizedEntry, int, int]], vocabulary: int | None, at_once: int) -> str:
     """Estimate the time of all runs from steps of the first dense model and of the first with operators.
 
-    ``runs``: an entry, how many runs it has, and the steps of each.
+    Args:
+        runs: an entry, how many runs it has, and the steps of each.
+        vocabulary: size of the tokenizer's vocabulary; None if inputs are vectors.
+        at_once: how many runs execute at once.
     """
     if vocabulary is None:
         return "not estimated: inputs are vectors"

@@ -32,10 +32,10 @@ def entry_result(
 
     Args:
         choice: the entry at its size, with what tuning chose.
-        runs: of every seed, from ``seed_run``.
-        speed: what was measured.
-        dense: whether nothing of relinear is in it.
-        gap: to the reference.
+        runs: results of every seed's run, from ``seed_run``.
+        speed: throughput of the entry; None if it was not measured.
+        dense: whether the entry uses nothing of relinear.
+        gap: gap to the reference; None for the reference itself, or without one.
     """
     entry, settings = choice.entry, choice.settings
     operators = [
@@ -103,11 +103,12 @@ def comparison_result(
     """Return the values of ``results.json``.
 
     Args:
-        recipe: what was compared, on the packed ``data``.
+        recipe: recipe of the comparison.
+        data: the packed text that entries were trained and evaluated on.
         sized_entries: all entries, also those that diverged; the budget is that of the first.
-        entries: the results, from ``entry_result``.
-        provenance: from ``run.json``.
-        ngram: from ``count_ngrams``.
+        entries: results of the entries, from ``entry_result``.
+        provenance: recipe, machine and command, from ``run.json``.
+        ngram: results of the n-gram model, from ``count_ngrams``.
         diverged: entries without results.
     """
     return {
@@ -267,8 +268,8 @@ def count_ngrams(recipe: CompareSettings, data: PackedData) -> schema.Ngram:
     sees no more context than a model does: nothing from before a block.
 
     Args:
-        recipe: gives the budget, the seed and the order.
-        data: what ``prepare_data`` returned.
+        recipe: recipe with the budget, the seeds and the order.
+        data: packed text, from ``prepare_data``.
 
     Returns:
         order, tokens (counted), validation_loss, perplexity.

@@ -195,7 +195,7 @@ class _SizedComparison:
         ngram: Ngram | None,
         speeds: Mapping[str, Speed],
     ) -> Results:
-        """Return ``results.json`` from what the final runs have left."""
+        """Return the values of ``results.json`` from the files of the final runs."""
         recipe, results = self.recipe, list[EntryResult]()
         folders = {name: [seed_folder(self.out_dir, name, seed) for seed in recipe.seeds] for name in choices}
         losses = {name: list(map(read_losses, folders[name])) for name in choices}

@@ -21,7 +21,7 @@ from relinear.compare.settings import CompareSettings
 _PASSES = 3
 #: log a and b of power laws, (R,) each
 Fit = tuple[np.ndarray, np.ndarray]
-#: of the means over seeds, and of the replicates
+#: the fit of the means over seeds, and the fits of the replicates
 Fits = tuple[Fit, Fit]
 #: an entry at a width, as in ``scale.json``
 Point = Mapping[str, Any]
@@ -99,15 +99,15 @@ def _point(width: int, results: Results, name: str) -> dict[str, Any]:
 def _replicated_losses(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Point]) -> np.ndarray:
     """Return replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
 
-    Of one seed its mean alone (K, 1): the spread of its text is not an interval.
+    With one seed they are its means (K, 1): a spread over text alone is not an interval.
     """
     rows = []
     for point in points:
         comparison = out_dir / "sizes" / str(point["width"])
         losses = [read_losses(seed_folder(comparison, name, seed)) for seed in recipe.seeds]
         rows.append(replicates(np.stack(losses).astype(float)) if losses[1:] else losses[0].mean(keepdims=True))
-    # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all
-    # that an interval knows of them
+    # With two or three seeds a replicate may be below 0, where there is no logarithm. Any tiny value serves: an
+    # interval only needs to know that the replicate lies far out.
     return np.maximum(np.stack(rows), np.finfo(float).tiny)
 
 

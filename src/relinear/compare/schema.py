@@ -36,7 +36,7 @@ class CurvePoint(TypedDict):
 
 
 class StoredModel(TypedDict):
-    """Bits and bytes of a stored model. A run's losses are those of the stored model, ``loss_before`` that before."""
+    """Bits and bytes of a stored model, whose losses are the run's; ``loss_before`` is the loss before storing."""
 
     bits: NonNegativeInt
     bytes: NonNegativeInt

@@ -28,10 +28,11 @@ def recipe_at(
     """Return the recipe of the comparison at one value of a series.
 
     Args:
-        recipe: with a series.
-        index: of the value.
-        vocab_size: of the tokenizer.
-        results: of the comparisons at smaller values, whose tuned settings it takes; none before they have run.
+        recipe: recipe of the whole series.
+        index: index of the value in the series.
+        vocab_size: size of the tokenizer's vocabulary.
+        results: results of the comparisons at smaller values, whose tuned settings it takes; empty before they have
+            run.
 
     Raises:
         ValueError: for a width if a model is not a preset, or an entry cannot take it.
@@ -63,7 +64,7 @@ def series_results(recipe: CompareSettings, results: Sequence[Results], provenan
 
 
 def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
-    """Return one value's row of the whole results: ``results`` are its own, in the folder KEY/VALUE."""
+    """Return the row of one value, from the ``results`` of its comparison in the folder KEY/VALUE."""
     entries: list[Any] = [
         {
             **{key: entry[key] for key in ("name", "learning_rate", "tuning", "validation_loss", "gap")},

@@ -1,4 +1,4 @@
-"""Define a comparison's settings (entries, budget, matching, seeds, tuning) and plans of comparisons."""
+"""Define a comparison's settings (entries, budget, matching, seeds, tuning), and preregistered ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _as_tuple(value: Any) -> Any:
 _ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
 _Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Unique, _ASCENDING]
 _Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Unique, _ASCENDING]
-#: of the final runs, each once
+#: seeds of the final runs, each once
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1), Unique]
 _Tokens = Annotated[PositiveInt, BeforeValidator(_read_tokens)]
 _Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Unique, _ASCENDING]
@@ -90,17 +90,18 @@ class EntrySettings(Settings):
     A text such as ``hdpl:rank=16``, a mapping with ``kind``, or ``dense`` stands for an entry with this operator.
 
     Attributes:
-        operator: the setting that goes to ``target``; None (``dense``) replaces nothing.
-        target: patterns that take ``operator``; by default the recipe's ``target``.
-        operators: further pattern -> setting, looked at before ``target``; None leaves a layer alone.
+        operator: the operator that replaces the layers of ``target``; None (``dense``) replaces nothing.
+        target: patterns of the layers that ``operator`` replaces; by default the recipe's ``target``.
+        operators: operators of further patterns, which come before ``target``; None leaves a layer alone.
         attachments: settings of model-level parts.
-        learning_rate: in place of the recipe's; it is then not tuned, but compared with its neighbours in the grid.
-        duration: of the recipe's budget: 2 trains on twice the tokens, as a dense model of equal time may need.
-        resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default if there is an
+        learning_rate: learning rate of this entry, instead of the recipe's. It is not tuned, only compared with its
+            neighbours in the grid.
+        duration: length of training relative to the recipe's budget. With 2 the entry trains on twice the tokens, as a
+            dense model of equal time may need.
+        resize: what changes to match the size: "operator" (its rank, blocks, ...; the default if there is an
             operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
-        set: other training settings in which this entry differs, by dotted name. Where the budget is one of
-            tokens, an entry of another batch size takes as many of them, in more or fewer steps, with the places of
-            warm-up and evaluations kept.
+        set: other training settings of this entry, by dotted name. If the budget is in tokens, an entry with another
+            batch size takes more or fewer steps, and warm-up and evaluations move with them.
     """
 
     operator: _Operator = None
@@ -127,15 +128,14 @@ class MatchSettings(Settings):
     """Set the size at which all entries are compared.
 
     Attributes:
-        by: ``width`` keeps every entry as written; ``parameters``, ``flops`` or ``bytes`` are made equal. With "width"
-            all models have the same width; "flops" are those of the forward pass for a token; "bytes" are those of the
-            file of weights, in which every entry is stored, read back and evaluated.
-        to: the entry whose size is the target, or a number; by default the first entry with operators
-            whose size the others can be given. For "bytes" a size such as 500KB (of 1,000 bytes), or several: a
-            comparison at each.
+        by: what is made equal: ``parameters``, ``flops`` (of the forward pass for a token) or ``bytes`` (of the file of
+            weights, in which every entry is stored, read back and evaluated). ``width`` resizes no entry: all models
+            have the same width.
+        to: the entry whose size is the target, or a number; by default the first entry with operators whose size the
+            others can be given. For ``bytes`` a size such as 500KB (of 1,000 bytes), or several: one comparison each.
         tolerance: largest relative deviation from the target; beyond it the comparison is refused.
-        bits: for "bytes": in which a weight may be stored. Short runs choose for every entry; fewer bits make a wider
-            model.
+        bits: bits that a stored weight may have, for ``bytes``. Short runs choose for every entry; fewer bits allow a
+            wider model.
     """
 
     by: Literal["width", "parameters", "flops", "bytes"] = "width"
@@ -156,20 +156,20 @@ class TuneSettings(Settings):
     """Set how each entry gets its learning rate and initialisation: by short runs over grids, on one seed.
 
     Attributes:
-        learning_rates: the grid.
-        initializer_range: None keeps the entry's initialisation. Else a grid of standard deviations for the
-            model's weights (``true``: 0.02, 0.05, 0.1): first the rate is found at the written initialisation, then
-            this at that rate, then the rate again at the best two. An entry whose ``set`` has one keeps it.
-        warmup_ratio: None keeps the entry's warm-up. Else a grid of shares of the steps (``true``: 0.1, 0.3,
-            0.5): rate and initialisation are searched at each, as which are best depends on it. An entry whose
-            ``set`` has a warm-up keeps it.
-        fraction: of the steps that a short run takes.
-        seed: of the short runs; not one of the final seeds, so that none is favoured.
-        extensions: how often each grid grows by one value where the best is at its edge.
-        check_full_length: hold the rate that was chosen (or that the entry brings) against its two neighbours in runs
-            of full length, and take the better one; at most ``extensions`` further steps follow. False trusts short
-            runs, which choose rates that are too high.
-        at: where a comparison has several budgets: "smallest" tunes at the first and holds the rate against its
+        learning_rates: grid of learning rates.
+        initializer_range: grid of standard deviations of the model's weights (``true``: 0.02, 0.05, 0.1). The rate is
+            searched at the written initialisation, then the initialisation at that rate, then the rate again at the
+            best two. None keeps the entry's initialisation, and so does an entry whose ``set`` has one.
+        warmup_ratio: grid of warm-ups as shares of the steps (``true``: 0.1, 0.3, 0.5). Rate and initialisation are
+            searched at each, as their best values depend on it. None keeps the entry's warm-up, and so does an entry
+            whose ``set`` has one.
+        fraction: length of a short run, as a share of the steps.
+        seed: seed of the short runs; not one of the final seeds, as tuning on it would favour it.
+        extensions: how often each grid may grow by one value while the best value is at its edge.
+        check_full_length: compare the rate that was chosen (or that the entry sets) with its two neighbours in runs of
+            full length, and take the best; at most ``extensions`` further steps follow. False trusts short runs, which
+            choose rates that are too high.
+        at: where a comparison with several budgets tunes. "smallest" tunes at the first, and compares the rate with its
             neighbours at the second and, with ``check_full_length``, at all others; "each" tunes at all of them.
     """
 
@@ -184,10 +184,12 @@ class TuneSettings(Settings):
 
 
 class SeriesValues(NamedTuple):
-    """Name the values at which a recipe is compared, each in a comparison of its own; none for a single one.
+    """Name the values at which a recipe is compared, each in a comparison of its own.
 
-    axis: tokens of training, width of the reference's model, or bytes of the file. key: what results call it, and the
-    folder of the comparisons. values: ascending.
+    Attributes:
+        axis: training tokens, width of the reference's model, or bytes of the file.
+        key: name of the series in the results, and of the folder of its comparisons.
+        values: the values in ascending order; none for a single comparison.
     """
 
     axis: Literal["tokens", "width", "bytes"]
@@ -199,8 +201,8 @@ class SpeedSettings(Settings):
     """Set how throughput is measured: all models in one process in turn, after training.
 
     Attributes:
-        seconds: about how long all of it may take; 0 leaves it out.
-        rounds: the most rounds through all models.
+        seconds: about how long the whole measurement takes; 0 skips it.
+        rounds: largest number of rounds through all models.
     """
 
     seconds: float = Field(default=30, ge=0)
@@ -211,8 +213,9 @@ class SizesSettings(Settings):
     """Set the sizes at which the entries are compared.
 
     Attributes:
-        widths: of the reference's model, at least four; all else of an entry's width grows with it.
-        tokens_per_parameter: budget of every size, by the parameters of the dense model; None takes the recipe's.
+        widths: widths of the reference's model, at least four; every entry is scaled in proportion.
+        tokens_per_parameter: training tokens at every size, per parameter of the dense model; None takes the recipe's
+            budget.
     """
 
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=4), Unique, _ASCENDING]
@@ -239,21 +242,22 @@ class CompareSettings(Settings):
     """Hold the settings of a whole comparison.
 
     Attributes:
-        name: of the comparison, for the report.
-        description: what it asks, for the report.
-        entries: name -> entry.
-        target: patterns that an entry's ``operator`` goes to.
-        train: what all entries share (see ``TrainSettings``).
-        tokens: budget in training tokens, in place of ``train.steps``; 20.5M is a number.
-        budgets: several such budgets: every entry is trained to each, with a whole schedule. Settings of steps within
-            a run (warm-up, evaluations) are meant for the largest and shrink with the budget.
-        sizes: widths to compare at; a comparison at each, and power laws over all.
+        name: name of the comparison, for the report.
+        description: what the comparison asks, for the report.
+        entries: the entries by name.
+        target: patterns of the layers that an entry's ``operator`` replaces.
+        train: training settings that all entries share (see ``TrainSettings``).
+        tokens: budget in training tokens, instead of ``train.steps``; may be written as 20.5M.
+        budgets: several budgets in tokens. Every entry is trained to each with a whole schedule. Warm-up and
+            evaluations in steps are meant for the largest, and shrink with the budget.
+        sizes: widths to compare at, with a comparison at each and power laws over all.
         match: how sizes are made equal.
-        seeds: a run of every entry for each.
-        tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.
-        reference: the entry that the gaps of the others are stated against, with intervals; None states none.
-        ngram: longest n-grams of the Kneser-Ney model that is shown with the entries as a reference; "auto" takes 5
-            for bytes and 3 for other tokens, None (or ``false``) leaves it out, and so does a synthetic task.
+        seeds: seeds of the final runs; every entry runs once per seed.
+        tune: how learning rates are tuned; ``true`` takes the defaults. None trains every entry at
+            ``train.learning_rate``, or at its own.
+        reference: the entry that the gaps of the others refer to, with intervals; None computes no gaps.
+        ngram: longest n-grams of the Kneser-Ney model that is shown as a baseline. "auto" takes 5 for bytes and 3 for
+            other tokens; None (or ``false``) leaves it out, and so does a synthetic task.
         speed: how throughput is measured.
     """
 
@@ -424,26 +428,26 @@ def scaled_run(settings: TrainSettings, ratio: float) -> TrainSettings:
     return settings.replace(**changes)
 
 
-# Plans: a comparison that is written down before its first final run
+# Preregistrations: comparisons that are written down before their first final run
 
 
 _NonEmpty = Field(min_length=1)
 
 
 class Preregistration(Settings):
-    """Plan a comparison. Gaps are in nats per token.
+    """Hold a preregistered comparison. Gaps are in nats per token.
 
     Attributes:
-        question: that the comparison decides.
-        command: that runs it.
-        effect: the gap that is looked for; "not seen" takes a half-width below half of it.
-        effect_from: where it comes from.
-        std: standard deviation over seeds of the paired differences, if known.
-        std_from: where it was seen.
+        question: the question that the comparison decides.
+        command: the command that runs it.
+        effect: the gap that it looks for; "not seen" takes a half-width below half of it.
+        effect_from: the source of ``effect``.
+        std: standard deviation of the paired differences over seeds.
+        std_from: the source of ``std``.
         budget: what the runs may take.
         stopping: when the runs end, and what counts if they are cut off.
-        without_power: why there are fewer seeds than effect and std take; the rows then say "no power".
-        comparison: the recipe: arms, settings, grid and seeds.
+        without_power: why there are fewer seeds than ``effect`` and ``std`` need; the rows then say "no power".
+        comparison: the recipe: entries, settings, grid and seeds.
     """
 
     question: str = _NonEmpty
@@ -474,11 +478,11 @@ class Preregistration(Settings):
 
 
 def read_preregistration(path: str | Path) -> Preregistration:
-    """Return a checked plan; the file's name is the default name of the comparison.
+    """Return a checked preregistration; the file's name is the default name of the comparison.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not a plan, with every fault in it, or has too few seeds.
+        ValueError: if it is not a preregistration, with every fault in it, or has too few seeds.
     """
     values: dict[str, Any] = read_yaml(path)
     if isinstance(recipe := values.get("comparison"), dict):

@@ -27,9 +27,10 @@ def training_step(
     """Return a call that makes a step as training does: forward, backward, and the optimiser's.
 
     Args:
-        model: in training mode. ids: (B, T), its labels, too.
-        optimizer: of its parameters.
-        dtype: of autocast; None computes in what the weights have.
+        model: the model, in training mode.
+        ids: tokens (B, T), which are also the labels.
+        optimizer: optimiser of the model's parameters.
+        dtype: dtype of autocast; None computes in the weights' dtype.
         replayed: whether steps are CUDA graphs.
     """
 
@@ -92,9 +93,9 @@ def measure_speed(
     Args:
         settings: name -> TrainSettings (or a mapping of them); they give batch size, precision and threads.
         reference: the name that ratios refer to.
-        vocab_size: of the tokenizer.
+        vocab_size: size of the tokenizer's vocabulary.
         seconds: about how long to measure, warm-up included; at least three rounds are made.
-        rounds: the most rounds.
+        rounds: largest number of rounds.
 
     Returns:
         name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference,
@@ -126,7 +127,13 @@ def measure_speed(
 
 
 def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> float:
-    """Estimate training time per token from an uncompiled step on few tokens; a token takes ``flops``."""
+    """Estimate the seconds of training per token, from an uncompiled step on few tokens.
+
+    Args:
+        settings: training settings of the run.
+        vocab_size: size of the tokenizer's vocabulary.
+        flops: FLOPs of the forward pass for a token.
+    """
     tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
     length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
     batch = max(1, min(settings.batch_size, tokens // length))

@@ -21,9 +21,12 @@ LossesAt = Callable[[Sequence[float]], Search[list[float]]]
 class SearchResult:
     """Hold the result of a search.
 
-    rate, initializer_range: the best of those tried (None if the initialisation was left out).
-    loss: there; infinite if training diverged wherever it was tried.
-    edge, initializer_edge: whether they lie at the end of their grids (None if the initialisation was not tuned).
+    Attributes:
+        rate: the best learning rate that was tried.
+        initializer_range: the best initialisation that was tried; None for the entry's own.
+        loss: validation loss of these; infinite if training diverged at everything that was tried.
+        edge: whether the rate is at an end of its grid.
+        initializer_edge: whether the initialisation is at an end of its grid; None if it was not tuned.
     """
 
     rate: float
@@ -37,18 +40,18 @@ class SearchResult:
 class Trials:
     """Hold the runs of a search by learning rate and initialisation; none is run twice.
 
-    Args:
-        folder: where they are, each in a folder that is named by what it tries.
-        run_at: (learning rate, initialisation or None, its folder) -> the run.
-        prefix: of the names of the folders.
-        row_values: what every row holds besides its point.
+    Attributes:
+        folder: directory of the runs, each in a folder that is named by its rate and initialisation.
+        run_at: makes a run from a learning rate, an initialisation or None, and the run's folder.
+        prefix: prefix of the folders' names.
+        row_values: further values of every row.
     """
 
     folder: Path
     run_at: Callable[[float, float | None, Path], Run]
     prefix: str = ""
     row_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    #: of the trials that have ended, infinite if training diverged
+    #: losses of the trials that have ended, infinite if training diverged
     _losses: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
 
     def losses(self, points: Sequence[Point]) -> Search[list[float]]:
@@ -83,7 +86,7 @@ class Trials:
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """Hold the best of a grown grid, and its loss. edge: whether it lies at an end of the grid."""
+    """Hold the best value of a grid, which may have grown, and its loss."""
 
     value: float
     loss: float
@@ -91,6 +94,7 @@ class _Best:
 
     @property
     def edge(self) -> bool:
+        """Return whether the value is at an end of the grid."""
         return self.value in (self.grid[0], self.grid[-1])
 
 

@@ -149,7 +149,11 @@ def packed_bytes(model: nn.Module, bits: int) -> int:
 
 
 class Unpack(ConversionOps):
-    """Unpack parameters while transformers loads a checkpoint. bits: of the integers."""
+    """Unpack parameters while transformers loads a checkpoint.
+
+    Args:
+        bits: bits of the packed integers.
+    """
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
