@@ -100,16 +100,16 @@ def test_experts_of_an_own_layout_are_left_and_said_so(tmp_path, capsys) -> None
     assert not printed.out, "time and disk are told of what can be"
     report = compress(model, tokens(), keep=0.7, targets=ATTENTION, settings=SETTINGS, out_dir=tmp_path)
     said = "2 DbrxExpertGLU such as transformer.blocks.0.ffn.experts.mlp (held as parameters, no nn.Linear)"
-    assert said in report.left
+    assert said in report.out_of_reach
     assert f"not replaced: {said}" in str(report)
     assert said in (tmp_path / "report.html").read_text()
-    assert said in json.loads((tmp_path / "report.json").read_text())["left"]
+    assert said in json.loads((tmp_path / "report.json").read_text())["out_of_reach"]
 
 
-def test_quantised_models_are_refused(tmp_path) -> None:
+def test_quantized_models_are_refused(tmp_path) -> None:
     model = make_family("llama")
     model.is_quantized = True
-    with pytest.raises(ValueError, match="is quantised; compress it in floating point"):
+    with pytest.raises(ValueError, match="is quantized; compress it in floating point"):
         compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path)
     assert not any(isinstance(m, relinear.Operator) for m in model.modules())
 

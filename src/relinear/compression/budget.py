@@ -18,7 +18,7 @@ from relinear.surgery.summary import module_parameters
 class Candidate:
     """Describe an option for a layer.
 
-    Args:
+    Attributes:
         config: None leaves the layer unchanged.
         cost: in the budget's unit, parameters or bytes.
         nats: predicted increase of the loss per token.
@@ -122,7 +122,7 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
-    Args:
+    Attributes:
         what: the budget in words, with its setting.
         unit: that of costs.
         limit: the largest total cost.

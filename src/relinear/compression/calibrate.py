@@ -103,7 +103,7 @@ class Calibration:
         folder: Path,
         settings: CompressSettings,
         kinds: Sequence[int] = (),
-        on_progress: StageCallback = lambda phase, done, total: None,
+        on_progress: StageCallback = lambda stage, done, total: None,
     ) -> None:
         self.model, self.targets, self.folder, self.on_progress = model, targets, folder, on_progress
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
@@ -130,27 +130,27 @@ class Calibration:
 
     def map_layers(
         self,
-        phase: str,
+        stage: str,
         inputs: Any,
         make: Callable[[Statistics], Mapping[str, Tensor]],
         diagonal: bool = False,
     ) -> dict:
         """Apply ``make`` to the statistics of every decoder layer; return all tensors in one mapping.
 
-        They are stored in the folder and computed once for the same ``phase``, ``inputs`` and version of relinear.
+        They are stored in the folder and computed once for the same ``stage``, ``inputs`` and version of relinear.
 
         Args:
-            phase: reported with the progress.
+            stage: reported with the progress; names the folder.
             inputs: JSON values, of all that ``make`` depends on.
             make: statistics by name -> tensors by names that are unique.
             diagonal: whether ``make`` needs only the diagonal of the gradients' second moments.
         """
         key = fingerprint_of([__version__, inputs], [])[:16]
-        folder = self.folder / f"{phase}-{key}"
+        folder = self.folder / f"{stage}-{key}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
             finished = {index for index, path in files.items() if path.is_file()}
-            for index, statistics in self._backward(phase, f"gradient-{key}", finished, diagonal):
+            for index, statistics in self._backward(stage, f"gradient-{key}", finished, diagonal):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
         return {name: value for path in files.values() for name, value in load_tensors(path).items()}
@@ -229,7 +229,7 @@ class Calibration:
         write_record(self.folder / "loss.json", {"loss": sum(losses) / count})
 
     def _backward(
-        self, phase: str, gradient: str, finished: Container[int], diagonal: bool
+        self, stage: str, gradient: str, finished: Container[int], diagonal: bool
     ) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the statistics of its linear layers.
 
@@ -257,7 +257,7 @@ class Calibration:
             if index not in self._permanent:
                 self.states.remove("hidden", index)
             release_freed_memory()
-            self.on_progress(phase, total - index, total)
+            self.on_progress(stage, total - index, total)
         if -1 in self.targets:
             yield -1, self._table_statistics(gradient)
         self.states.remove(gradient, lowest)

@@ -53,7 +53,7 @@ _Block = tuple[Excerpt, list[int]]
 class CompressionData:
     """Hold token ids (N, T) for calibration, healing and evaluation.
 
-    Args:
+    Attributes:
         blocks: for calibration.
         healing: for healing.
         evaluation: for evaluation.

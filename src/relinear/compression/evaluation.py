@@ -26,7 +26,7 @@ PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 class Predictions:
     """Hold what a model predicts on token ids (N, T).
 
-    Args:
+    Attributes:
         losses: (N,) of each block, in nats per token.
         likeliest: (N, T - 1) the likeliest next tokens.
     """
@@ -57,7 +57,7 @@ class Predictions:
 class Evaluation:
     """Hold the evaluation of one model, the original or the compressed one.
 
-    Args:
+    Attributes:
         predictions: on text of the corpus.
         elsewhere: on other texts, by name.
         repeated: share of 4-grams in its greedy continuations that occurred earlier in them; None without any.

@@ -32,7 +32,7 @@ def check_stock(model: Any) -> None:
             raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
 
 
-def check_packable(model: Any, tokenizer: Any = None) -> None:
+def check_compressed_tensors(model: Any, tokenizer: Any = None) -> None:
     """Raise ValueError, or NotLinearError, unless transformers would load ``model`` packed."""
     if model.config.model_type == "falcon" or any(".experts." in name for name, _ in model.named_parameters()):
         raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; relinear.fold_ it")
@@ -65,7 +65,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
         NotLinearError: if an operator has no dense matrix. ValueError: if parts are attached to the model, which stock
             layers cannot express; if there is no layer to pack.
     """
-    check_packable(model)
+    check_compressed_tensors(model)
     stock = copy.deepcopy(model)
     with at_half_precision(stock):
         operators: Iterable[tuple[str, Any]] = named_operators(stock)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from relinear.compression.budget import Budget, size_of, stored_bytes
-from relinear.compression.export import check_packable, export_compressed_tensors, packs
+from relinear.compression.export import check_compressed_tensors, export_compressed_tensors, packs
 from relinear.compression.gguf import check_gguf, export_gguf, header_bytes
 from relinear.compression.settings import CompressSettings
 from relinear.contract.linear_layers import linear_features
@@ -30,7 +30,7 @@ _DESCRIBED, _PARTS = 120, 3
 class FileFormat:
     """Describe what a program that runs compressed models can read.
 
-    Args:
+    Attributes:
         candidates: operators that the file stores, each at all its sizes.
         layer_bytes: bytes of a model's layer with an operator, or unchanged for None; infinite if it cannot be stored.
         other_bytes: upper bound of the file's other bytes, for a model, its tokenizer and the layers.
@@ -116,7 +116,7 @@ FILE_FORMATS = {
         _safetensors_other_bytes,
         file="compressed-tensors",
         write=export_compressed_tensors,
-        check=check_packable,
+        check=check_compressed_tensors,
         tables=False,
         fused=r"\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>(?:gate|up)_proj))$",
     ),

@@ -89,7 +89,7 @@ def linear_layers(
     return layers
 
 
-def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
+def describe_out_of_reach(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     """Describe the weights that no target can name, such as experts stored as one tensor.
 
     Raises:
@@ -130,7 +130,7 @@ def check_compressible(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder with all its weights that runs layer by layer, at this length."""
     kind = type(model).__name__
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        raise ValueError(f"{kind} is quantised; compress it in floating point, then quantise that")
+        raise ValueError(f"{kind} is quantized; compress it in floating point, then quantize that")
     if getattr(model, "peft_config", None):
         problem = "holds adapters of PEFT, which would be saved in the place of the compressed model"
         raise ValueError(f"{kind} {problem}: merge them first (merge_and_unload), or compress the model without them")

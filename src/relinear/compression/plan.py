@@ -24,7 +24,7 @@ FORMAT = 1
 class LayerPlan:
     """Plan one layer.
 
-    Args:
+    Attributes:
         operator: that replaces it; None leaves it unchanged.
         parameters: of the operator.
         parameters_before: of the layer.

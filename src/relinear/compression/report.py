@@ -10,6 +10,7 @@ from relinear.compression.corpus import CompressionData
 from relinear.compression.healing import HealReport
 from relinear.compression.plan import CompressPlan, by_type
 from relinear.contract.operator import OperatorConfig
+from relinear.deprecated import RenamedAttribute
 from relinear.pages import page as pages
 from relinear.pages.blocks import Part, Section
 from relinear.pages.records import about, what_ran
@@ -25,7 +26,7 @@ DEGENERATE = 1.3
 class CompressReport:
     """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
 
-    Args:
+    Attributes:
         plan: what every layer became.
         calibration_tokens: number of tokens that calibrated.
         calibration_loss: of the original on them, in nats per token.
@@ -43,7 +44,7 @@ class CompressReport:
             not measured.
         peak_memory_bytes: of this call.
         settings: all of them.
-        left: what no target can name, such as experts stored as one tensor, in words.
+        out_of_reach: what no target can name, such as experts stored as one tensor, in words.
     """
 
     plan: CompressPlan
@@ -62,7 +63,8 @@ class CompressReport:
     evaluation: dict[str, Any] | None
     peak_memory_bytes: int
     settings: dict[str, Any]
-    left: tuple[str, ...]
+    out_of_reach: tuple[str, ...]
+    left = RenamedAttribute("out_of_reach")
 
     @property
     def parameters(self) -> int:
@@ -103,7 +105,7 @@ class CompressReport:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before"]
-        copied += ["file", "file_bytes", "evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
+        copied += ["file", "file_bytes", "evaluation", "peak_memory_bytes", "out_of_reach", "seconds", "settings"]
         return {
             **{name: getattr(self, name) for name in copied},
             "budget": self.budget and self.budget.to_dict(),
@@ -124,7 +126,7 @@ class CompressReport:
             lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB of weights"]
         if self.file_bytes is not None:
             lines += [f"on disk: {self.file}, {self.file_bytes / 1e6:,.1f} MB"]
-        lines += [f"not replaced: {layers}" for layers in self.left]
+        lines += [f"not replaced: {layers}" for layers in self.out_of_reach]
         if self.healing is not None:
             lines.append(str(self.healing))
         if self.evaluation is not None:

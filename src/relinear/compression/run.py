@@ -27,16 +27,16 @@ from relinear.compression.inputs import (
     check_compressible,
     check_enough_tokens,
     check_ids,
+    describe_out_of_reach,
     fitted_window,
     linear_layers,
     tables_of,
-    unreached,
 )
 from relinear.compression.plan import CompressPlan
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.contract.module_state import at_half_precision, eval_mode, round_to_half_
-from relinear.hf.model_config import model_name
+from relinear.hf.model_config import loaded_from, model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts
@@ -112,7 +112,7 @@ def compress(
 
     Raises:
         ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
-            quantised, has weights that are not finite or cannot be run layer by layer, or ``out_dir`` holds results for
+            quantized, has weights that are not finite or cannot be run layer by layer, or ``out_dir`` holds results for
             another model or corpus, or other programs' files under its names.
 
     Examples:
@@ -174,16 +174,20 @@ class Compression:
         plan_file: str | Path | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self.saves, self.overwrite = model, tokenizer, saves, overwrite
-        self.folder, self.settings = Path(folder), fitted_window(settings, model)
-        settings, self.file_format = self.settings, FILE_FORMATS[settings.reader]
+        self.settings = settings = fitted_window(settings, model)
+        self.file_format = FILE_FORMATS[settings.reader]
+        self.model = model
+        self.tokenizer = tokenizer
+        self.folder = Path(folder)
+        self.saves = saves
+        self.overwrite = overwrite
         if self.file_format.file is not None and not saves:
             file = f"{self.file_format.file} is written into out_dir"
             raise ValueError(f"reader={settings.reader}: {file}, and none is given: give it")
         self.run_folder = _checked_folder(self.folder, model, settings, overwrite)
         self.file_format.check(model, tokenizer)
         check_compressible(model, settings.sequence_length)
-        self.left = unreached(model, targets)
+        self.out_of_reach = describe_out_of_reach(model, targets)
         modules = linear_layers(model, targets, exclude)
         if settings.by_bytes and self.file_format.tables and targets == ALL_LINEAR:
             modules |= tables_of(model, exclude)
@@ -283,7 +287,7 @@ class Compression:
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=settings.model_dump(mode="json"),
-            left=self.left,
+            out_of_reach=self.out_of_reach,
         )
         values = report.to_dict()
         where = partial(proposal, folder) if plan_only else folder.joinpath
@@ -330,8 +334,9 @@ def _checked_folder(folder: Path, model: Any, settings: CompressSettings, overwr
     Raises:
         ValueError: if it holds that model, other programs' files, or results with other settings than ``settings``.
     """
-    source = getattr(model, "name_or_path", "")
-    original, taken = Path(source).expanduser(), [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
+    source = loaded_from(model)
+    original = Path(source).expanduser()
+    taken = [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
     if source and (original / "config.json").is_file() and original.resolve() in taken:
         raise ValueError(f"{folder} holds the model itself, {original}; give another directory (--out) for the result")
     run_folder = RunFolder(

@@ -19,7 +19,7 @@ BUDGETS = ("keep", "bits", "size")
 class CompressSettings(Settings):
     """Hold the settings of ``compress``; unknown keys and values out of range are errors.
 
-    Args:
+    Attributes:
         size: upper limit of the weights' file: "90MB", bytes, or a share of the original's size at half precision.
         bits: in place of ``size``, average bits per weight, below 16, scales included: of linear layers, embedding and
             head, as ``reader`` stores them; 4.5 where no budget is given.

@@ -176,7 +176,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
     Args:
         model: any module with operators, loaded and on its device. Layers with parameters on the meta device
-            (offloaded by accelerate) or of a tensor subclass (sharded, quantised) cache nothing.
+            (offloaded by accelerate) or of a tensor subclass (sharded, quantized) cache nothing.
         mode: False ends the caching and leaves the training mode alone.
 
     Returns:

@@ -1,7 +1,7 @@
 """Modules that hold an operator's parameters without being layers.
 
 An operator that computes several parts in one kernel never calls them as layers. They must not be ``nn.Linear``: PEFT
-would put adapters on layers that are never called, and quantisers would replace them. Yet they must be modules:
+would put adapters on layers that are never called, and quantizers would replace them. Yet they must be modules:
 accelerate's offloading loads weights before a module's call and removes them after it. So each part is a small module
 with the parameter names of a layer, and calling it returns its parameters.
 """
@@ -108,7 +108,7 @@ def is_unhooked(module: Any) -> bool:
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
     """Return whether ``module`` is exactly ``nn.Linear``, without hooks and with an ordinary tensor as its weight.
 
-    Subclasses, adapters, and layers with quantised, sharded or parametrised weights are not.
+    Subclasses, adapters, and layers with quantized, sharded or parametrised weights are not.
     """
     return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_unhooked(module)
 

@@ -32,7 +32,7 @@ REPORTS = 50
 class FitError:
     """Hold the errors of outputs relative to the target outputs.
 
-    Args:
+    Attributes:
         relative: sum of squared errors over the targets' sum of squares, or the divergence of logits.
         cosine: mean cosine of a token's output with the target; None for logits.
     """
@@ -45,7 +45,7 @@ class FitError:
 class FitObjective:
     """Define what modules are trained on together.
 
-    Args:
+    Attributes:
         samples: number of training samples.
         loss: returns the loss of some samples, by their indices.
         error: returns the error of the current modules in eval mode.
@@ -155,7 +155,7 @@ def _loss(kind: str, outputs: Tensor, targets: Tensor, mean_square: float) -> Te
 class LayerSamples:
     """Hold the inputs of one layer and their target outputs.
 
-    Args:
+    Attributes:
         inputs: (M, I).
         targets: takes rows, an index tensor or a slice, and returns their target outputs (rows, O).
         contexts: (M, C), or None if the layer reads none.
@@ -256,7 +256,7 @@ class _SinglePrecision(nn.Module):
 class InModelFit:
     """Fit operators within the model on blocks of tokens; targets are the outputs of the original model.
 
-    Args:
+    Attributes:
         model: in eval mode; its parameters do not change.
         operators: name -> operator, with every alias of a layer; the dtype may differ from the model's.
         originals: the original modules by the same names.

@@ -14,7 +14,7 @@ from relinear.system.text import columns
 class LayerFit:
     """Report one fitted layer.
 
-    Args:
+    Attributes:
         name: of the layer in the model.
         operator: its setting, as text.
         parameters: of the operator.
@@ -50,7 +50,7 @@ class LayerFit:
 class DistillReport:
     """Report every fitted layer in the order of fitting; printing it gives a table.
 
-    Args:
+    Attributes:
         layers: the fitted layers.
         loss: "mse", "cosine" or "kl".
         perplexity_before: of the whole model on the tokens that were not fitted on; None for a model without logits.

@@ -208,7 +208,7 @@ def _common_parent(group: list[Replacement]) -> str:
 class Distillation:
     """Fit decoder layers one after another, and save and restore the state on disk.
 
-    Args:
+    Attributes:
         model: changed in place.
         settings: of the distillation.
         blocks: token ids (N, T).

@@ -29,7 +29,7 @@ def make_record(model: nn.Module) -> dict[str, Any] | None:
     return values | ({"packages": packages} if packages else {})
 
 
-def refuse_quantized(model: Any) -> None:
+def check_not_quantized(model: Any) -> None:
     """Raise ValueError if another method has quantized ``model``: a config holds one ``quantization_config``."""
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is None:

@@ -23,5 +23,5 @@ def loaded_from(model: Any) -> str:
 
 def model_name(model: Any) -> str:
     """Return a model's name: the last part of the path that it was loaded from (RUN for RUN/model), or its class."""
-    parts = Path(getattr(model, "name_or_path", "") or type(model).__name__).parts
+    parts = Path(loaded_from(model) or type(model).__name__).parts
     return next((part for part in reversed(parts) if part != "model"), "model")

@@ -21,7 +21,7 @@ from relinear.contract.setting_text import keeps_layer
 from relinear.contract.wrapper import WrapperConfig
 from relinear.deprecated import RenamedAttribute
 from relinear.hf.attachments import apply_attachment_
-from relinear.hf.config_record import finish_surgery_, refuse_quantized
+from relinear.hf.config_record import check_not_quantized, finish_surgery_
 from relinear.hf.model_config import loaded_from
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 from relinear.surgery.coverage import warn_of_gaps
@@ -150,7 +150,7 @@ def plan(
     if not isinstance(mapping, Mapping) or not mapping:
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
-    refuse_quantized(model)
+    check_not_quantized(model)
     targets, skipped = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
@@ -285,6 +285,6 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """
     check_model(model, "attach_")
     attachment = AttachmentConfig.read(attachment)
-    refuse_quantized(model)
+    check_not_quantized(model)
     apply_attachment_(model, attachment)
     finish_surgery_(model)
