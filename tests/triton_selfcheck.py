@@ -53,7 +53,7 @@ def count(monkeypatch) -> list:
     return checks
 
 
-@pytest.mark.parametrize("kind", mostly_slow(SAMPLES, "hdpl", "rotor", "cgt"))
+@pytest.mark.parametrize("kind", mostly_slow(SAMPLES, "cgt"))
 def test_kernels_that_are_right_are_used(kind: str, count) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
