@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 import relinear
 import relinear.surgery.parallel
 from conftest import make_tiny_llama
-from relinear.models.cgt.objective import CGTObjective, GuidedTraining
+from relinear.hf.training_loss import ModelWithObjective
+from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
 from relinear.training import FitSettings, fit
 from tiny_models import make_cgt
@@ -76,7 +77,7 @@ def built(part):
     torch.manual_seed(0)
     if part == CGT:  # every draw of a split is the same one, as ranks draw their own
         objective = CGTObjective(splits=(4,), continuity=0.1)
-        return GuidedTraining(make_cgt(vocab_size=96), objective)
+        return ModelWithObjective(make_cgt(vocab_size=96), objective)
     model = make_tiny_llama()
     mapping, attached = PARTS[part]
     for attachment in attached:

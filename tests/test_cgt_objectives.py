@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from relinear.compare.match import measure_size
+from relinear.hf.training_loss import ModelWithObjective
 from relinear.models.cgt import losses
 from relinear.models.cgt.objective import (
     CGTObjective,
-    GuidedTraining,
     auxiliary_loss,
     draw_splits,
     real_positions,
@@ -312,7 +312,7 @@ def test_variational_auxiliary_loss_freezes_the_drawn_context():
 
 def test_accumulated_micro_batches_give_the_gradient_of_one_batch():
     model = make_cgt().train()
-    guided = GuidedTraining(model, CGTObjective(splits=(4,), continuity=0.1)).train()
+    guided = ModelWithObjective(model, CGTObjective(splits=(4,), continuity=0.1)).train()
     ids = torch.randint(0, 50, (4, 9))
     guided(input_ids=ids, labels=ids)["loss"].backward()
     whole = model.transformer.wpe.weight.grad.clone()
@@ -398,7 +398,7 @@ def test_padding_is_told_from_a_prompt():
 def test_accumulation_with_padding_gives_the_regularisers_of_one_batch(variational):
     model = make_cgt(variational=variational, context_norm=False).train()
     objective = CGTObjective(eta=1.0, continuity=0.5, profile="linear", kl=0.5 * variational)
-    guided = GuidedTraining(model, objective).train()
+    guided = ModelWithObjective(model, objective).train()
     ids = torch.randint(0, 50, (4, 9))
     labels = padded(ids)
     total = (labels[:, 1:] != -100).sum()
@@ -431,5 +431,5 @@ def test_a_run_states_the_loss_of_the_objective():
     with torch.no_grad():
         expected, _, _ = objective(model, {"input_ids": ids, "labels": labels})
     settings = FitSettings(steps=1, batch_size=2, accumulation=2, dtype="float32", device="cpu", log_every=1)
-    result = fit(GuidedTraining(model, objective), data, settings)
+    result = fit(ModelWithObjective(model, objective), data, settings)
     assert result.curve[-1]["loss"] == pytest.approx(float(expected), rel=1e-5)

@@ -1,5 +1,7 @@
 """Old names of hooks and settings: they work for one version, and warn."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import HasHookPoints
 from relinear.bench.run import BenchSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.hf.training_loss import ModelWithObjective
 from relinear.testing import Case
 from relinear.training import Progress, fit
 from relinear.training.settings import TrainSettings
@@ -119,3 +122,10 @@ def test_an_attachment_with_for_part_is_asked_by_it() -> None:
                 return None
 
     assert OldBias().for_model(make_tiny_llama()) is None
+
+
+@pytest.mark.parametrize("module", ["relinear.models.cgt", "relinear.models.cgt.objective"])
+def test_a_model_with_an_objective_is_found_under_its_name_of_before(module: str) -> None:
+    with pytest.warns(DeprecationWarning, match="GuidedTraining has a new name: .*ModelWithObjective"):
+        assert import_module(module).GuidedTraining is ModelWithObjective
+    assert not hasattr(import_module(module), "Nothing")

@@ -95,7 +95,7 @@ def test_an_operator_of_0_2_finds_what_it_imports() -> None:
     assert (LatentOperator.__module__, observe.__name__) == ("relinear.activations.hook_points", "observe")
     from relinear.core.objective import GuidedTraining
 
-    assert GuidedTraining is relinear.hf.training_loss.GuidedTraining
+    assert GuidedTraining is relinear.hf.training_loss.ModelWithObjective
     with pytest.raises(ImportError, match=r"relinear\.core\.nothing"):
         import_module("relinear.core.nothing")
 

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from conftest import mostly_slow
-from relinear.models.cgt.objective import CGTObjective, GuidedTraining
+from relinear.hf.training_loss import ModelWithObjective
+from relinear.models.cgt.objective import CGTObjective
 from relinear.training import fit, read_metrics, read_result, train
 from tiny_models import make_cgt
 from train_helpers import FIT, FIT_DATA, Interrupt, dropout_model, run_settings, stop_at
@@ -50,7 +51,7 @@ def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
 def test_a_module_around_a_model_with_tied_weights_resumes(tmp_path):
     def wrapped():
         torch.manual_seed(0)
-        return GuidedTraining(make_cgt(vocab_size=96), CGTObjective())
+        return ModelWithObjective(make_cgt(vocab_size=96), CGTObjective())
 
     whole, resumed = wrapped(), wrapped()
     expected = fit(whole, FIT_DATA, FIT, out_dir=tmp_path / "whole")

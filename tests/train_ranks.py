@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.hf.training_loss import ModelWithObjective
 from relinear.models.cgt import objective
 from relinear.training import FitSettings, fit
 from tiny_models import make_cgt
@@ -45,7 +46,7 @@ class Record(torch.nn.Module):
 def noisy_model(kind):
     torch.manual_seed(0)
     if kind == "splits":
-        return objective.GuidedTraining(make_cgt(vocab_size=96), objective.CGTObjective())
+        return ModelWithObjective(make_cgt(vocab_size=96), objective.CGTObjective())
     model = make_tiny_llama()
     relinear.replace_(model, {"up_proj": relinear.HDPL(rank=4)})
     return model

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -88,7 +88,7 @@ _RENAMED = {
     ("relinear.contract.auxiliary_losses", "IGNORED_LABEL"): "relinear.hf.labels:IGNORED_LABEL",
     ("relinear.contract.auxiliary_losses", "share_of_batch"): "relinear.hf.labels:share_of_batch",
     ("relinear.contract.config", "layer_indices"): "relinear.hf.model_layout:layer_indices",
-    ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:GuidedTraining",
+    ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:ModelWithObjective",
 }
 
 
@@ -126,6 +126,18 @@ def find_moved_modules() -> None:
     """Let modules of 0.2 be imported by their old paths, if no module of that name exists."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
+
+
+def renamed_in_module(module: str, **names: Any) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for ``module``, which gives ``names`` under their old names and warns."""
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_renamed(f"{module}.{name}", f"{names[name].__module__}.{names[name].__name__}")
+        return names[name]
+
+    return find
 
 
 class RenamedAttribute:

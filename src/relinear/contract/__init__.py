@@ -1,19 +1,34 @@
-"""Base classes of operators, attachments and objectives, and what their authors need besides."""
+"""Base classes of operators, attachments and objectives, and tools that every room uses.
 
-from types import ModuleType as _ModuleType
+What authors derive from, or call in what they derive: ``operator``, ``wrapper``, ``attachment``, ``objective`` and their
+``config``; ``auxiliary_mixin`` and ``auxiliary_losses``, ``calibration_statistics``, ``inference``, ``linear_layers``,
+``parameter_roles``.
 
-from relinear.contract.attachment import AttachmentConfig as AttachmentConfig
-from relinear.contract.auxiliary_losses import auxiliary_losses_of as auxiliary_losses_of
-from relinear.contract.calibration_statistics import CalibrationStatistics as CalibrationStatistics
-from relinear.contract.config import Count as Count
-from relinear.contract.config import check_divides as check_divides
-from relinear.contract.config import register as register
-from relinear.contract.objective import ObjectiveConfig as ObjectiveConfig
-from relinear.contract.operator import NotLinearError as NotLinearError
-from relinear.contract.operator import Operator as Operator
-from relinear.contract.operator import OperatorConfig as OperatorConfig
-from relinear.contract.parameter_roles import ParamRole as ParamRole
-from relinear.contract.wrapper import Wrapper as Wrapper
-from relinear.contract.wrapper import WrapperConfig as WrapperConfig
+What all rooms use: ``input_checks``, ``messages``, ``module_state``, ``module_tree``, ``numerics``, ``parameters``,
+``plugins``, ``setting_text``, ``settings``.
+"""
 
-__all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.auxiliary_losses import auxiliary_losses_of
+from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.contract.config import Count, check_divides, register
+from relinear.contract.objective import ObjectiveConfig
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
+from relinear.contract.parameter_roles import ParamRole
+from relinear.contract.wrapper import Wrapper, WrapperConfig
+
+__all__ = [
+    "AttachmentConfig",
+    "CalibrationStatistics",
+    "Count",
+    "NotLinearError",
+    "ObjectiveConfig",
+    "Operator",
+    "OperatorConfig",
+    "ParamRole",
+    "Wrapper",
+    "WrapperConfig",
+    "auxiliary_losses_of",
+    "check_divides",
+    "register",
+]

@@ -69,10 +69,10 @@ def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any],
     return output
 
 
-class GuidedTraining(nn.Module):
-    """Wrap a model and an objective into a module that returns the objective's loss, as Trainer expects it.
+class ModelWithObjective(nn.Module):
+    """Return an objective's loss from a model's forward, as Trainer expects it.
 
-    ``training`` does so for every objective.
+    ``fit`` wraps the model whenever an objective is given.
 
     In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
     the last training loss, detached.

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from relinear.contract.module_state import training_modes_restored
 from relinear.contract.objective import Objective
 from relinear.deprecated import overwriting
-from relinear.hf.training_loss import GuidedTraining
+from relinear.hf.training_loss import ModelWithObjective
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads
@@ -344,7 +344,7 @@ def fit_in_folder(
             settings = settings.replace(save_every=0)
         stack.enter_context(_set_up_for_training(model, settings))
         trainer = RelinearTrainer(
-            model if objective is None else GuidedTraining(model, objective),
+            model if objective is None else ModelWithObjective(model, objective),
             settings,
             train_data,
             validation,

@@ -26,7 +26,7 @@ from relinear.contract.module_state import eval_mode
 from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.labels import IGNORED_LABEL, share_of_batch
-from relinear.hf.training_loss import GuidedTraining
+from relinear.hf.training_loss import ModelWithObjective
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside
@@ -244,7 +244,7 @@ class RelinearTrainer(Trainer):
 
     def _add_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         terms = dict(auxiliary_losses_of(self._plain_model))
-        if isinstance(self._plain_model, GuidedTraining):  # the log computes "ce" as loss minus the other terms
+        if isinstance(self._plain_model, ModelWithObjective):  # the log computes "ce" as loss minus the other terms
             terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}

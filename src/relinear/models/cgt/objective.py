@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from relinear.contract.config import Count, IntRange, NonNegative, register
 from relinear.contract.objective import ObjectiveConfig
+from relinear.deprecated import renamed_in_module
 from relinear.hf.labels import IGNORED_LABEL
-from relinear.hf.training_loss import GuidedTraining as GuidedTraining
+from relinear.hf.training_loss import ModelWithObjective
 from relinear.models.cgt import losses
+
+__getattr__ = renamed_in_module(__name__, GuidedTraining=ModelWithObjective)
 
 #: name of a batch's entry -> its value at positions that do not count
 _PADDING = {"labels": IGNORED_LABEL, "target_mask": 0}
