@@ -1,7 +1,7 @@
 """Base classes of operators, attachments and objectives, and tools that every room uses.
 
-What authors derive from, or call in what they derive: ``operator``, ``wrapper``, ``attachment``, ``objective`` and their
-``config``; ``auxiliary_mixin`` and ``auxiliary_losses``, ``calibration_statistics``, ``inference``, ``linear_layers``,
+What authors derive from, with what these classes consist of: ``operator``, ``wrapper``, ``attachment``, ``objective``,
+``config``, ``auxiliary_mixin``, ``auxiliary_losses``, ``calibration_statistics``, ``inference``, ``linear_layers`` and
 ``parameter_roles``.
 
 What all rooms use: ``input_checks``, ``messages``, ``module_state``, ``module_tree``, ``numerics``, ``parameters``,
