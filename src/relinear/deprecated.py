@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 _HOMES = {
     "relinear.activations": "Add Clamp Inject context intervene latents moment_alignment",
@@ -138,6 +138,58 @@ def renamed_in_module(module: str, **names: Any) -> Callable[[str], Any]:
         return names[name]
 
     return find
+
+
+#: class -> name of 0.2 of a method or attribute -> its name now
+_ATTRIBUTES_OF_0_2 = {
+    "AttachmentConfig": {"for_part": "for_model"},
+    "AuxiliaryLossMixin": {
+        "aux_losses": "auxiliary_losses",
+        "note": "record_auxiliary",
+        "over_tokens": "reduce_over_tokens",
+    },
+    "CCL": {"basis_gates": "basis_gate_count"},
+    "CompressReport": {"left": "out_of_reach"},
+    "Coordinates": {"spread": "ratio"},
+    "Coverage": {"left": "skipped"},
+    "FoldReport": {"left": "skipped"},
+    "HasHookPoints": {
+        "tap_kind": "hook_kind",
+        "tap_sizes": "hook_sizes",
+        "_taps": "_activation_hooks",
+        "_tapped": "_hooked",
+    },
+    "Inject": {"source": "value"},
+    "LatentOperator": {"_latent_tap": "_latent_hook"},
+    "Operator": {
+        "from_linear": "fit_to_linear_",
+        "fit_": "fit_to_weight_",
+        "from_moments": "fit_to_calibration_",
+        "fit_to_calibration": "fit_to_calibration_",
+        "fit_moments_": "fit_to_statistics_",
+        "wrong_values": "problem_with_values",
+    },
+    "OperatorConfig": {
+        "error_curve": "candidate_errors",
+        "formerly": "legacy_defaults",
+        "resized": "scaled",
+        "sizes": "candidates",
+    },
+    "Plan": {"left": "skipped"},
+    "Progress": {"step": "done", "steps": "total", "phase": "stage", "what": "text"},
+    "ResidualConfig": {"site": "residual_part"},
+    "Settings": {"updated": "replace"},
+}
+_Class = TypeVar("_Class", bound=type)
+
+
+def with_attributes_of_0_2(cls: _Class) -> _Class:
+    """Decorate a class so that methods and attributes work under their old names for one version, and warn."""
+    for old, new in _ATTRIBUTES_OF_0_2[cls.__name__].items():
+        attribute = RenamedAttribute(new)
+        attribute.__set_name__(cls, old)
+        setattr(cls, old, attribute)
+    return cls
 
 
 class RenamedAttribute:

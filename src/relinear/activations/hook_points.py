@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from relinear.contract.auxiliary_mixin import is_recomputing
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
+from relinear.deprecated import adopt_renamed_attributes, with_attributes_of_0_2
 
 #: kinds of hook points; OUTPUT is also the last part of the name of a layer's output
 OUTPUT = "output"
@@ -96,6 +96,7 @@ class ActivationHook:
         return activation.z
 
 
+@with_attributes_of_0_2
 class HasHookPoints:
     """Give a module, such as a gate, hook points: its ``forward`` passes each value through ``_hooked``.
 
@@ -107,11 +108,6 @@ class HasHookPoints:
     #: kind of the values, in one word
     hook_kind: str = "gate"
     _activation_hooks: Mapping[str, ActivationHook] | None = None
-    # earlier names, which work for one more version
-    tap_kind = RenamedAttribute("hook_kind")
-    tap_sizes = RenamedAttribute("hook_sizes")
-    _taps = RenamedAttribute("_activation_hooks")
-    _tapped = RenamedAttribute("_hooked")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -136,12 +132,11 @@ class HasHookPoints:
         return {**state, "_activation_hooks": None}
 
 
+@with_attributes_of_0_2
 class LatentOperator(HasHookPoints, Operator):
     """Base of operators with a latent: their ``forward`` passes it through ``_latent_hook``, if set, and decodes it."""
 
     hook_kind = LATENT
-    # an earlier name, which works for one more version
-    _latent_tap = RenamedAttribute("_latent_hook")
 
     @property
     def latent_size(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, Intervention, hook_points, with_hooks
 from relinear.contract.input_checks import check_model
 from relinear.contract.messages import did_you_mean, quoted
-from relinear.deprecated import RenamedAttribute, warn_renamed
+from relinear.deprecated import warn_renamed, with_attributes_of_0_2
 
 Values = float | Sequence[float] | Tensor
 
@@ -136,6 +136,7 @@ class Patch(_DimensionIntervention):
         return _broadcastable(value, activation.z).expand_as(activation.z)
 
 
+@with_attributes_of_0_2
 class Inject(Patch):
     """Set z to the values of ``source``: the earlier name of ``Patch(source)``, which works for one more version.
 
@@ -144,8 +145,6 @@ class Inject(Patch):
         >>> with relinear.activations.intervene(model, {"o_proj.output": relinear.activations.Inject(torch.ones(1))}):
         ...     logits = model(ids).logits
     """
-
-    source = RenamedAttribute("value")
 
     def __init__(self, source: Tensor | Callable[[Activation], Tensor]) -> None:
         warn_renamed("Inject", "Patch")

@@ -10,7 +10,7 @@ from relinear.compression.corpus import CompressionData
 from relinear.compression.healing import HealReport
 from relinear.compression.plan import CompressPlan, by_type
 from relinear.contract.operator import OperatorConfig
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.pages import page as pages
 from relinear.pages.blocks import Part, Section
 from relinear.pages.records import about, what_ran
@@ -22,6 +22,7 @@ from relinear.system.text import columns
 DEGENERATE = 1.3
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class CompressReport:
     """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
@@ -64,7 +65,6 @@ class CompressReport:
     peak_memory_bytes: int
     settings: dict[str, Any]
     out_of_reach: tuple[str, ...]
-    left = RenamedAttribute("out_of_reach")
 
     @property
     def parameters(self) -> int:

@@ -11,9 +11,10 @@ from torch import nn
 
 from relinear.contract.config import Config
 from relinear.contract.linear_layers import reference_parameter
-from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
+from relinear.deprecated import adopt_renamed_attributes, with_attributes_of_0_2
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachmentConfig(Config):
     """Hold the settings of a model-level part; base class of ``ContextManager``, residual methods and others.
@@ -26,8 +27,6 @@ class AttachmentConfig(Config):
     """
 
     family: ClassVar[str] = "attachment"
-    # an earlier name, which works for one more version
-    for_part = RenamedAttribute("for_model")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

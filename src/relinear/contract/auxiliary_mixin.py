@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 
 
 def is_recomputing() -> bool:
@@ -21,13 +21,9 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+@with_attributes_of_0_2
 class AuxiliaryLossMixin(nn.Module):
     """Record auxiliary losses and metrics per token; ``hf.labels.loss_mask`` says which tokens are averaged."""
-
-    # earlier names, which work for one more version
-    aux_losses = RenamedAttribute("auxiliary_losses")
-    note = RenamedAttribute("record_auxiliary")
-    over_tokens = RenamedAttribute("reduce_over_tokens")
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from relinear.contract.linear_layers import (
 )
 from relinear.contract.module_tree import outermost
 from relinear.contract.parameter_roles import DeclaredFans, ParamRole
-from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
+from relinear.deprecated import adopt_renamed_attributes, with_attributes_of_0_2
 
 Init = Literal["fresh", "from_weight"]
 
@@ -50,6 +50,7 @@ class NotLinearError(ValueError):
     """
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperatorConfig(Config):
     """Hold the settings of an operator, independent of the layer's size: one config serves layers of many shapes.
@@ -73,11 +74,6 @@ class OperatorConfig(Config):
     conditioned: ClassVar[bool] = False
     fits_weight: ClassVar[bool] = True
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
-    # earlier names, which work for one more version
-    error_curve = RenamedAttribute("candidate_errors")
-    formerly = RenamedAttribute("legacy_defaults")
-    resized = RenamedAttribute("scaled")
-    sizes = RenamedAttribute("candidates")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -162,6 +158,7 @@ class OperatorConfig(Config):
         return float(statistics.error(weight.double() - fitted.double()))
 
 
+@with_attributes_of_0_2
 class Operator(AuxiliaryLossMixin, CachingModule):
     """Map (..., in_features) to (..., out_features), as ``nn.Linear`` does: the base class of operators.
 
@@ -201,13 +198,6 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     embedding_class: type[nn.Module] = nn.Embedding
     #: name of the operator in its model, for messages; empty outside of a model
     name_in_model: str = ""
-    # earlier names, which work for one more version
-    from_linear = RenamedAttribute("fit_to_linear_")
-    fit_ = RenamedAttribute("fit_to_weight_")
-    from_moments = RenamedAttribute("fit_to_calibration_")
-    fit_to_calibration = RenamedAttribute("fit_to_calibration_")
-    fit_moments_ = RenamedAttribute("fit_to_statistics_")
-    wrong_values = RenamedAttribute("problem_with_values")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

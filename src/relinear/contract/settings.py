@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from relinear.contract.messages import did_you_mean, quoted, validation_message
-from relinear.deprecated import RenamedAttribute, with_new_keys, without_removed
+from relinear.deprecated import with_attributes_of_0_2, with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -42,6 +42,7 @@ def size_in_bytes(text: Any) -> float | None:
     return float(match[1]) * (1024 if match[3] else 1000) ** ("", "K", "M", "G").index((match[2] or "").upper())
 
 
+@with_attributes_of_0_2
 class Settings(BaseModel):
     """Base of all user settings: frozen, without unknown keys, checked on creation.
 
@@ -49,9 +50,7 @@ class Settings(BaseModel):
     ValueError with a line for each error instead of pydantic's report.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, ignored_types=(RenamedAttribute,)
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +94,3 @@ class Settings(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some settings changed, checked again as a whole."""
         return self.load(self.model_dump(exclude_unset=True) | changes)
-
-    # an earlier name, which works for one more version
-    updated = RenamedAttribute("replace")

@@ -17,7 +17,7 @@ from relinear.activations.shared_context import current_context
 from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, check_divides, register
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine_parameters
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
@@ -266,6 +266,7 @@ def _affine(layer: Any) -> tuple[Any, Any]:
     return (None, None) if layer is None else layer()
 
 
+@with_attributes_of_0_2
 @register
 class CCL(OperatorConfig):
     """Replace a linear layer by a low-rank one whose basis and outputs a context gates (CCL, Eq. 1 to 4).
@@ -333,9 +334,6 @@ class CCL(OperatorConfig):
     def basis_gate_count(self) -> int:
         """Return the number of basis gates: one per feature, or one per template."""
         return self.rank if self.composition == "gates" else self.templates
-
-    # an earlier name, which works for one more version
-    basis_gates = RenamedAttribute("basis_gate_count")
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]

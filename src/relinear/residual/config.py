@@ -12,7 +12,7 @@ from torch import nn
 from relinear.activations.residual_hooks import ResidualHooks
 from relinear.contract.attachment import AttachmentConfig, add_part
 from relinear.contract.module_state import swap_hooks
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.attachments import attachments
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
@@ -20,11 +20,10 @@ from relinear.hf.sub_blocks import SubBlock, sub_blocks
 PART = "relinear_residual"
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualConfig(AttachmentConfig):
     """Hold the settings of a residual method: at most one per model, for pre-norm decoders (``sub_blocks``)."""
-
-    site = RenamedAttribute("residual_part")  # the earlier name, which works for one more version
 
     def check(self, model: nn.Module) -> None:
         present = [config for config in attachments(model) if isinstance(config, ResidualConfig)]

@@ -9,7 +9,7 @@ from torch import nn
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.surgery.select import (
     OUTPUT_HEAD,
     PART_PREFIX,
@@ -49,6 +49,7 @@ class Unreplaced:
         return f"{len(self.names)} {self.kind} such as {self.names[0]} ({self.reason})"
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Coverage:
     """Count the replaced and the other linear parameters of a model: dense matrices and their biases.
@@ -64,7 +65,6 @@ class Coverage:
     layers: int
     parameters: int
     skipped: tuple[Unreplaced, ...]
-    left = RenamedAttribute("skipped")
 
     @property
     def total(self) -> int:

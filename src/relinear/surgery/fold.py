@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from relinear.contract.input_checks import check_model
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import NotLinearError, named_operators
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.stock_layer import to_stock_layer
 from relinear.surgery.select import is_adapted
@@ -17,6 +17,7 @@ from relinear.surgery.separate_experts import fuse_experts_
 from relinear.surgery.tied import swap_layer, untie_config_
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
     """Report what ``fold_`` did.
@@ -30,7 +31,6 @@ class FoldReport:
     folded: tuple[str, ...]
     skipped: dict[str, str]
     max_logit_difference: float | None
-    left = RenamedAttribute("skipped")
 
     def __str__(self) -> str:
         difference = "not measured" if self.max_logit_difference is None else f"{self.max_logit_difference:.3g}"

@@ -19,7 +19,7 @@ from relinear.contract.messages import quoted, warn_user
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.setting_text import keeps_layer
 from relinear.contract.wrapper import WrapperConfig
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import check_not_quantized, finish_surgery_
 from relinear.hf.model_config import loaded_from
@@ -56,6 +56,7 @@ class Replacement:
         return self.target.name
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Hold the changes that ``replace_`` would make, before anything has changed. Printing it shows a line per layer.
@@ -73,7 +74,6 @@ class Plan:
     init: Init
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    left = RenamedAttribute("skipped")
 
     def __str__(self) -> str:
         lines = [f"{len(self.replacements)} layers to replace (init={self.init}):"]

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Protocol
 
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """Hold how far a task has come.
@@ -35,11 +36,6 @@ class Progress:
     run: int = 0
     runs: int = 0
     seconds_left: float | None = None
-
-    step = RenamedAttribute("done")
-    steps = RenamedAttribute("total")
-    phase = RenamedAttribute("stage")
-    what = RenamedAttribute("text")
 
 
 class ProgressCallback(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.module_state import forward_hooks_on
-from relinear.deprecated import RenamedAttribute
+from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.model_layout import decoder_layers
 from relinear.hf.sub_blocks import sub_blocks
 
@@ -20,6 +20,7 @@ KINDS = ("residual stream", "attention output", "MLP output", "logits")
 _Run = dict[str, list[tuple[float, float]]]
 
 
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
     """Hold root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
@@ -31,7 +32,6 @@ class Coordinates:
 
     scale: list[list[float | None]]
     change: list[list[float | None]]
-    spread = RenamedAttribute("ratio")
 
     @property
     def ratio(self) -> float | None:
