@@ -104,12 +104,12 @@ class Engine:
         self._paces: dict[Path, tuple[float, int]] = {}
 
     def expect(self, stage: str, runs: int, steps: int) -> None:
-        """Announce ``runs`` more runs of ``steps`` each, for the progress."""
+        """Add ``runs`` more runs of ``steps`` steps each to the total that progress is reported against."""
         expected_runs, expected_steps = self._expected[stage]
         self._expected[stage] = expected_runs + runs, expected_steps + runs * steps
 
     def _totals(self) -> tuple[int, int]:
-        """Return how many runs and steps there are in all, as far as is known."""
+        """Return the number of runs and steps in total, as far as it is known."""
         requested = self._requested.items()
         runs = sum(max(self._expected[stage][0], len(steps)) for stage, steps in requested)
         return runs, sum(max(self._expected[stage][1], sum(steps.values())) for stage, steps in requested)
@@ -175,7 +175,7 @@ class Engine:
         return {key: value for row in rows for key, value in row.items()}
 
     def _report_runs(self, runs: list[Run]) -> None:
-        """Report runs by their metrics: details of the first that has some, steps of all."""
+        """Report runs by their metrics: the details of the first run that has begun, and the steps of all."""
         rows = [(run, self._read_metrics(run)) for run in runs]
         begun = [(run, row) for run, row in rows if row] or rows[:1]
         run, row = begun[0]

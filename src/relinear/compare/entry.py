@@ -18,7 +18,7 @@ from relinear.training.fitting import NonFiniteLossError
 from relinear.training.run import RUN
 from relinear.training.settings import TrainSettings
 
-#: in an entry's folder of tuning: the rates at which final runs diverged
+#: file in an entry's tuning folder, with the learning rates at which final runs diverged
 DIVERGED_FILE = "diverged.json"
 
 
@@ -56,7 +56,7 @@ def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | 
 
 
 def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
-    """Return ``settings`` with a warm-up of that share of the steps; None leaves it unchanged."""
+    """Return ``settings`` with a warm-up of this share of the steps; None leaves the warm-up unchanged."""
     return settings if ratio is None else settings.replace(warmup_steps=None, warmup_ratio=ratio)
 
 
@@ -140,7 +140,7 @@ class EntrySearch:
             "initializer_range": best.initializer_range,
             "initializer_edge": best.initializer_edge,
             "warmup_ratio": warmup,
-            # with two warm-ups, each is an end
+            # with two warm-ups, each would be at an end
             "warmup_edge": None if warmup is None else len(warmups) > 2 and warmup in (warmups[0], warmups[-1]),
             "bits": bits,
             "bits_edge": fewest if len(candidates) > 1 else None,
@@ -176,7 +176,7 @@ class EntrySearch:
         search = self.recipe.search_settings
         settings = scaled_run(_with_warmup(entry.settings, warmup_ratio), 1.0 if full_length else search.fraction)
         settings = settings.replace(seed=search.seed, eval_every=0, save_model=False)
-        # names of folders, and rows, say how this search differs from others of the entry
+        # the names of folders and the rows tell this search from the entry's other searches
         prefix = "full-length-" * full_length
         prefix += "" if settings.bits is None else f"{settings.bits}-bits-"
         prefix += "" if warmup_ratio is None else f"warmup-{warmup_ratio:g}-"

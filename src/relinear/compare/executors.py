@@ -28,7 +28,7 @@ from relinear.system.signals import Terminated
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 _QUIET_ENV = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-#: for the process that all others are forked from: torch then looks for GPUs without CUDA, which survives no fork
+#: for the process that all others are forked from: torch then looks for GPUs without starting CUDA, which cannot fork
 _SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: seconds that a process has to save its state after a SIGTERM
 _SECONDS_TO_SAVE = 60

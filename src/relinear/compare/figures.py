@@ -17,7 +17,7 @@ Colors = Mapping[str, str]
 
 
 def _marks(entries: Sequence[Any], palette: Colors) -> dict[str, dict[str, Any]]:
-    """Return what distinguishes an entry in every figure, by its name: arguments of ``Series``."""
+    """Return the arguments of ``Series`` that distinguish each entry in all figures, by its name."""
     return {
         entry["name"]: {"name": entry["name"], "color": palette[entry["name"]], "number": number}
         for number, entry in enumerate(entries)
@@ -31,7 +31,7 @@ def _line(mark: Mapping[str, Any], x: Sequence[float], y: Sequence[float], label
 
 
 def loss_unit(train: Mapping[str, Any] | None) -> str:
-    """Return the unit of losses under settings of training: nats per byte if tokens are bytes, else per token."""
+    """Return the unit of losses under training settings: nats per byte if tokens are bytes, else per token."""
     data = (train or {}).get("data") or {}
     return f"nats per {'byte' if data.get('tokenizer') == 'bytes' else 'token'}"
 
@@ -73,7 +73,7 @@ def curves(entries: Sequence[EntryResult], palette: Colors, ngram: Ngram | None 
 
 
 def pareto(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
-    """Return the validation loss against parameters, FLOPs per token and, where measured, time a token: a panel each.
+    """Return panels of the validation loss against parameters, FLOPs per token and, if measured, time per token.
 
     A grey line joins the entries that no other beats in both, if there are several.
     """

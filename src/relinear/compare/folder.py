@@ -19,7 +19,7 @@ from relinear.training.run import RUN, read_result
 from relinear.training.settings import TrainSettings
 
 SPEED, NGRAM = "speed.json", "ngram.json"
-#: folders of short runs, and of final runs
+#: folders of the short runs and of the final runs
 TUNING, RUNS = "tuning", "runs"
 
 

@@ -38,7 +38,7 @@ def _seed_weights(seeds: int, count: int, generator: np.random.Generator) -> np.
     normal = generator.normal(size=(half, seeds))
     normal -= normal.mean(1, keepdims=True)
     deviations = normal / np.sqrt(seeds * generator.chisquare(seeds - 1, size=(half, 1)))
-    # with their mirror images: which side the few extreme draws lie on is no accident of the generator
+    # mirror images keep the few extreme draws from lying on one side by chance
     return 1 / seeds + np.concatenate([deviations, -deviations])[:count]
 
 

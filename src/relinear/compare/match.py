@@ -20,7 +20,7 @@ from relinear.system.grouped import grouped
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
-# A size may grow or shrink by this factor in the search.
+# largest factor by which operators, and widths, grow or shrink in the search
 _LARGEST_FACTOR = 4096.0
 _WIDTH_FACTOR = 8
 
@@ -80,7 +80,7 @@ def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
 
 
 def measure_size(settings: TrainSettings, vocab_size: int | None) -> ModelSize:
-    """Return parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
+    """Return the parameters and the FLOPs per token of the model of ``settings``; builds it without weights."""
     model = skeleton(settings, vocab_size)
     table = summary(model)
     stored = packed_bytes(model, settings.bits) if settings.bits else 0
@@ -261,7 +261,7 @@ def config_of_preset(settings: TrainSettings, name: str) -> Any:
 
 
 def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
-    """Return ``settings`` with the model at another width, to which its MLP is scaled; ``config`` is the model's."""
+    """Return ``settings`` with the model, whose config is ``config``, at another width and its MLP in proportion."""
     overrides = dict(settings.model_overrides) | {"hidden_size": width}
     overrides.pop("n_embd", None)
     key = _mlp_width_key(config)
@@ -322,7 +322,7 @@ def _sized_as_written(recipe: CompareSettings, name: str, vocab_size: int | None
 def _matched_to(
     recipe: CompareSettings, entries: list[SizedEntry], reference: SizedEntry | int, vocab_size: int | None
 ) -> list[SizedEntry]:
-    """Return every entry that may be resized at the size of ``reference``, one of them or a number."""
+    """Return all entries, those that may be resized at the size of ``reference``, an entry or a number."""
     match, results = recipe.match, list[SizedEntry]()
     target = reference if isinstance(reference, int) else reference.size.of(match.by)
     for entry in entries:

@@ -190,7 +190,7 @@ class Paper(Settings):
 
 
 def read_paper(name: str) -> Paper:
-    """Return a paper by its name. Raises ValueError for an unknown name, with the nearest."""
+    """Return a paper by its name. Raises ValueError for an unknown name; the message has the nearest."""
     known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
     if name not in known:
         raise ValueError(f"no paper {name!r}; {did_you_mean(name, known)}")
@@ -198,7 +198,7 @@ def read_paper(name: str) -> Paper:
 
 
 def is_here(data: str) -> bool:
-    """Return whether a text is on this machine; one of the Hub is downloaded whole unless documents are limited."""
+    """Return whether a text is on this machine. One of the Hub is downloaded whole unless documents are limited."""
     return data == "stdlib" or Path(data).expanduser().exists()
 
 
@@ -206,7 +206,7 @@ def is_here(data: str) -> bool:
 
 
 def paper_table(table: PaperTable, cell: Callable[[str, str], Cell]) -> Table:
-    """Return a table of the paper, our columns behind its own; ``cell`` makes a cell from an entry and a measure."""
+    """Return a table of the paper and then our columns; ``cell`` makes a cell from an entry and a measure."""
     rows = []
     for name, row in table.rows.items():
         cells: list[Cell | str] = [name, *map(_printed, row.paper.split())]

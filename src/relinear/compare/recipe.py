@@ -123,7 +123,7 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
         listed = ", ".join(f"{k}={shorten(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())
-        # what a recipe says of its own entries is not true of others
+        # the recipe's description is about its own entries, which were replaced
         recipe = "" if "entries" in changes else f" The recipe: {values.get('description', '')}"
         changed["description"] = f"Changed on the command line: {listed}.{recipe}"
     return changed

@@ -34,7 +34,7 @@ from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
-#: evaluations while training, and validation tokens at least and at most, below the paper's budget
+#: below the paper's budget: evaluations during training, and the fewest and the most validation tokens
 _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 
 
@@ -239,7 +239,8 @@ def replicate_section(directory: str | Path) -> Section:
     """Return a page's blocks on the replication in ``directory``.
 
     Raises:
-        FileNotFoundError: if it has not ended. ValueError: for damaged files.
+        FileNotFoundError: if it has not ended.
+        ValueError: for damaged files.
     """
     request = read_values(Path(directory) / papers.RECORD)["settings"]
     experiment = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
@@ -266,7 +267,7 @@ def _minimum(entry: EntryResult) -> float:
     return sum(lowest) / len(lowest)
 
 
-#: what a column of ours holds -> its value in an entry's results, given the first's (None if it diverged); its format
+#: measure -> its value from the results of an entry and of the first entry (None if that diverged), and its format
 MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult | None], float | None], str]] = {
     "parameters_m": (lambda entry, first: entry["parameters"] / 1e6, ".2f"),
     "megabytes": (lambda entry, first: entry["parameters"] * 4 / 2**20, ".2f"),
@@ -281,7 +282,7 @@ MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult | None], float | No
     "inference_speed": (lambda entry, first: entry["speed"] and entry["speed"]["inference_tokens_per_second"], ",.0f"),
 }
 
-#: what an analysis of an entry's first seed has measured -> where that is, and its format
+#: measure of an analysis of an entry's first seed -> the analysis, the keys of the value in it, and its format
 ANALYZED = {
     "base_accuracy": ("cgt_arithmetic", ("accuracy", "dynamic", "answers"), ".1%"),
     "specialized_accuracy": ("cgt_arithmetic", ("accuracy", "specialized", "answers"), ".1%"),
@@ -291,7 +292,7 @@ ANALYZED = {
 
 
 def _analyzed(run: Path, measure: str) -> Cell:
-    """Return the cell of a measure of ``ANALYZED``; a dash if there is no analysis, or none of this model."""
+    """Return the cell of a measure of ``ANALYZED``; a dash if the model was not analysed."""
     name, keys, template = ANALYZED[measure]
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}

@@ -41,18 +41,18 @@ from relinear.system.timing import duration, seconds_of
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
-#: names in the folder: the stand-in model, one file per fit, the stand-in for a second text
+#: names in the folder: the stand-in model, the folder with a file for each fit, the stand-in for a second text
 DECODER, FITS, SECOND = "decoder", "fits", "second.txt"
 ORIGINAL = "original"
 #: ``requirements`` times a fit on this share of the tokens
 _TIMED = 1 / 8
-#: documents that are read of a text of the Hub
+#: documents to read from a data set of the Hub
 _DOCUMENTS = 50_000
 #: tokens of a sequence
 _LENGTH = 128
-#: options that mean the paper's own
+#: options with which a replication takes the paper's own model and texts
 _PAPERS_OWN: dict[str, Any] = dict.fromkeys(("model", "data", "evaluate_on"), papers.PAPER)
-#: nats above the original from which on a page calls a fit bad
+#: nats above the original beyond which the page calls a fit bad
 _BAD = 1.0
 
 
@@ -258,14 +258,14 @@ class FitReplication:
 def prose() -> str:
     """Return the documentation of PyTorch's functions, which serves as a second text.
 
-    That of Python would not do: the standard library, which the decoder is trained on, holds it in a file.
+    Python's documentation would not do: the standard library, which the decoder is trained on, contains it.
     """
     dtypes = [vars(torch).get(name) for name in sorted(torch.__all__)]
     return "\n\n".join(dict.fromkeys(each.__doc__ for each in dtypes if isroutine(each) and each.__doc__))
 
 
 def settings_of(text: str) -> DataSettings:
-    """Return a text's settings; from a data set of the Hub, several times the documents that fits need."""
+    """Return the settings of a text; of a data set of the Hub they take several times the documents that fits need."""
     return DataSettings(data=text, max_documents=None if papers.is_here(text) else _DOCUMENTS)
 
 

@@ -20,7 +20,7 @@ from relinear.system.files import damaged_file_errors, read_json
 from relinear.training.settings import TrainSettings
 
 REPORT = "report.html"
-#: training tokens from which on a run is no short one, and how far short ones are to be trusted (docs/claims.md)
+#: training tokens below which a run is short, and how far to trust short runs (docs/claims.md)
 _LONG_RUN = 3_000_000
 DECISION_ACCURACY = (
     "Decision accuracy in relinear's own records: of 10 pairs of entries, 7 had at 0.3 M tokens the order that they "
@@ -261,7 +261,7 @@ def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[
         return Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None)
 
     columns: dict[str, Callable[[EntryResult], Cell]] = {
-        # a telephone shows the first columns alone
+        # a phone shows only the first columns
         "entry": lambda entry: Cell(entry["name"], None, f"{cost(entry, 0).text} parameters"),
         f"validation loss, {unit}": lambda entry: _statistic_cell(entry["validation_loss"], 3),
     }

@@ -46,7 +46,7 @@ def scale_results(
 ) -> dict[str, Any]:
     """Return the values of ``scale.json`` for the comparisons at every width in ``out_dir``."""
     by_width = dict(zip(recipe.sizes.widths if recipe.sizes else (), parts, strict=True))
-    # one that diverged at a width has no line
+    # an entry that diverged at a width has no power law
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in by_width.values()))
     is_dense = {e["name"]: e["dense"] for e in parts[0]["entries"] if e["name"] in everywhere}
     points = {name: [_point(width, results, name) for width, results in by_width.items()] for name in is_dense}

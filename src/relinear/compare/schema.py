@@ -8,7 +8,7 @@ from typing import Annotated, Any, NotRequired
 import pydantic
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
-#: names of the files, and the version of both
+#: names of the two files, and the version of their format
 RESULTS, SCALE, FORMAT = "results.json", "scale.json", 1
 #: axes of the power laws in scale.json, and what they measure
 AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
@@ -19,7 +19,7 @@ Words = Annotated[str, pydantic.Field(strict=True, max_length=100_000)]
 
 
 class Statistic(TypedDict):
-    """Mean over seeds; ``std`` is the sample standard deviation, None for one seed."""
+    """Mean and sample standard deviation over seeds; ``std`` is None for one seed."""
 
     mean: Number
     std: Number | None

@@ -18,7 +18,7 @@ _SHARE = 0.75  # of the width or the depth that the controls keep
 
 
 def recipes_of_series(recipe: CompareSettings, vocab_size: int | None) -> list[CompareSettings]:
-    """Return the recipe of each comparison in a series; of a single comparison the recipe itself."""
+    """Return the recipe of each comparison in a series; of a single comparison only the recipe itself."""
     return [recipe_at(recipe, index, vocab_size) for index in range(len(recipe.series.values))] or [recipe]
 
 
@@ -83,7 +83,7 @@ def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
 
 
 def _at_budget(recipe: CompareSettings, index: int, results: Sequence[Results]) -> dict[str, Any]:
-    """Return the changes in a recipe at one budget, with what smaller budgets have found."""
+    """Return the changes to a recipe at one budget, with what was tuned at smaller budgets."""
     budgets, tune = recipe.budgets or (), recipe.tune
     ratio = budgets[index] / budgets[-1]
     train = scaled_steps(recipe.train.model_dump(exclude_unset=True), ratio)
@@ -113,7 +113,7 @@ def _with_tuned(entry: EntrySettings, tuned: Mapping[str, float]) -> EntrySettin
     """Return an entry with the learning rate and, if they were tuned, the initialisation and the warm-up."""
     changes: dict[str, float | None] = {}
     if "initializer_range" in tuned:
-        # by its dotted name: the overrides that all entries share stay as they are
+        # the dotted name leaves the overrides that all entries share as they are
         changes["model_overrides.initializer_range"] = tuned["initializer_range"]
     if "warmup_ratio" in tuned:
         changes |= {"warmup_ratio": tuned["warmup_ratio"], "warmup_steps": None}
@@ -136,7 +136,7 @@ def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
         tuned = [setting for setting, grid in ranges.items() if grid is not None]
         if tuned and recipe.tune.at == "smallest":
             notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
-    # of the last budget the table itself tells
+    # the notes of the last budget are there already
     for row in rows[:-1]:
         notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]
     return notes
@@ -146,7 +146,7 @@ def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
 
 
 def _at_width(recipe: CompareSettings, width: int, vocab_size: int | None) -> dict[str, Any]:
-    """Return the changes in a recipe at one width: all entries scaled, and the two dense controls.
+    """Return the changes to a recipe at one width: all entries scaled, and the two dense controls.
 
     Widths, MLPs and operators grow by the same factor, heads and depth stay, as does an operator without a size.
     """
@@ -185,7 +185,7 @@ def _entry_at_width(
 
 def _with_overrides(recipe: CompareSettings, entry: EntrySettings, overrides: Mapping[str, Any]) -> EntrySettings:
     """Return an entry with these ``model_overrides`` in place of its own."""
-    # operators are written out at their size beside it
+    # the operators are written out separately, at their size
     rest = {key: value for key, value in entry.set.items() if key.split(".")[0] not in ("model_overrides", "operators")}
     shared = recipe.train.model_overrides
     if set(shared) - set(overrides):

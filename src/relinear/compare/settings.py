@@ -18,7 +18,7 @@ from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
 
-#: settings in steps that say when something happens within a run
+#: settings that give a time within a run in steps
 _STEPS_WITHIN = ("warmup_steps", "eval_every")
 _ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
@@ -73,7 +73,7 @@ def _read_entry(value: Any) -> Any:
 
 
 def _refuse_overruled(changes: dict[str, Any]) -> dict[str, Any]:
-    """Refuse settings in an entry's ``set`` that have a place of their own."""
+    """Refuse settings in an entry's ``set`` that belong elsewhere."""
     places = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
     for key, place in places.items():
         if key in changes:
@@ -338,11 +338,11 @@ class CompareSettings(Settings):
 
     @property
     def steps(self) -> int:
-        """Return optimiser steps of a final run in the shared batches; with several budgets, of the largest."""
+        """Return the optimiser steps of a final run with the shared batch size, at the largest budget."""
         return self._steps(self.train)
 
     def _steps(self, settings: TrainSettings) -> int:
-        """Return optimiser steps that the budget takes in the batches of ``settings``."""
+        """Return the optimiser steps that the budget takes with the batch size of ``settings``."""
         tokens = self.tokens if self.budgets is None else self.budgets[-1]
         if tokens is None:
             return settings.steps
@@ -382,7 +382,7 @@ class CompareSettings(Settings):
         return self.tunes_rate(name) and self.search_settings.initializer_range is not None and not sets_own
 
     def warmup_grid(self, name: str) -> tuple[float | None, ...]:
-        """Return the warm-ups at which an entry's rate is searched; (None,) is the entry's own alone."""
+        """Return the warm-ups at which an entry's rate is searched; (None,) means only the entry's own."""
         sets_own = not self.entries[name].set.keys().isdisjoint(("warmup_steps", "warmup_ratio"))
         tuned = self.tunes_rate(name) and not sets_own
         return (self.search_settings.warmup_ratio if tuned else None) or (None,)
@@ -473,7 +473,7 @@ class Preregistration(Settings):
 
     @property
     def seeds_needed(self) -> int:
-        """Return seeds that bring the half-width below half of the effect."""
+        """Return how many seeds bring the half-width below half of the effect."""
         return seeds_needed(self.effect, self.std)
 
 

@@ -24,7 +24,7 @@ _TIMED = {"cpu": 5e9, "cuda": 2e13}
 def training_step(
     model: Any, ids: Tensor, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, replayed: bool = False
 ) -> Callable[[], None]:
-    """Return a call that makes a step as training does: forward, backward, and the optimiser's.
+    """Return a function that makes a training step: forward, backward and optimiser.
 
     Args:
         model: the model, in training mode.
@@ -87,8 +87,8 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Return tokens per second of training steps and of inference passes (whole sequences), and their ratios.
 
-    Inference is timed after ``relinear.for_inference_``. Training first, then inference: every round times every model
-    once, so that what slows the machine slows all of them, and ratios are of times in the same round.
+    Inference is timed after ``relinear.for_inference_``. Training comes first, then inference. Every round times every
+    model once, so that what slows the machine slows all of them, and ratios are of times in the same round.
 
     Args:
         settings: name -> TrainSettings (or a mapping of them); they give batch size, precision and threads.
@@ -145,7 +145,7 @@ def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> f
 
 
 def _throughput(mode: str, timing: Timing, settings: TrainSettings, reference: TrainSettings) -> dict[str, float]:
-    """Return the ratio by tokens, as batches of entries may differ, and tokens per second."""
+    """Return tokens per second and their ratio to the reference's, as batch sizes may differ."""
     tokens, reference_tokens = (trained.batch_size * trained.data.sequence_length for trained in (settings, reference))
     return {
         f"{mode}_ratio": tokens / reference_tokens / timing.ratio,

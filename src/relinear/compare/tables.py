@@ -10,7 +10,7 @@ from relinear.compare.report import results_table, series_of, series_table
 from relinear.compare.schema import EntryResult, Results
 from relinear.pages.blocks import Table
 
-#: how the heads of columns begin that a printed table has
+#: first words of the heads of the columns that a printed table has
 _PRINTED = ("entry", "validation loss", "gap", "bits", "bytes", "parameters", "FLOPs", "training speed")
 _ESCAPES = {character: f"\\{character}" for character in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",

@@ -63,7 +63,7 @@ class Trials:
         return [self._losses[point] for point in points]
 
     def over_rates(self, initializer_range: float | None) -> LossesAt:
-        """Return what gives the losses at learning rates and one initialisation."""
+        """Return a function that gives the losses of learning rates at one initialisation."""
         return lambda rates: self.losses([(rate, initializer_range) for rate in rates])
 
     def sound_rates(self, initializer_range: float | None) -> set[float]:
@@ -99,7 +99,7 @@ class _Best:
 
 
 def _grow(values: list[float], best: float) -> None:
-    """Extend the grid ``values`` at each end that ``best`` is, by the step from its neighbour."""
+    """Extend the grid ``values`` at an end if ``best`` lies there, by the step from its neighbour."""
     if best == values[0]:
         values.insert(0, float(f"{best * best / values[1]:.3g}"))
     if best == values[-1]:
@@ -161,7 +161,7 @@ def grid_search(settings: TuneSettings, trials: Trials, initializer_range: float
     """
     grid, extensions = settings.learning_rates, settings.extensions
     rate = yield from _best_of_grid(grid, extensions, trials.over_rates(initializer_range))
-    # where all diverged a still lower rate is the only way on; the grid below its lowest is not searched blindly
+    # if training diverged at all rates, only a lower rate could help, and the grid does not say how much lower
     if initializer_range is None or settings.initializer_range is None or not math.isfinite(rate.loss):
         return SearchResult(rate.value, initializer_range, rate.loss, rate.edge)
 
