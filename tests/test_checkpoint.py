@@ -510,6 +510,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (operator(Q, LOW.to_dict() | {"kind": "lowrank"}), "unknown operator kind 'lowrank'; did you mean 'low_rank'"),
         (operator(Q, LOW.to_dict() | {"rnk": 2}), "unknown setting 'rnk'; did you mean 'rank'"),
         (operator("model.layers.9.self_attn.q_proj", LOW.to_dict()), "no linear layer there"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "safetensors only"),
     ],
 )
 def test_damaged_checkpoints_are_refused(saved, damage, message):

@@ -102,6 +102,9 @@ class RelinearQuantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for file in kwargs.get("checkpoint_files") or ():
+            if not str(file).endswith(".safetensors"):
+                raise ValueError(f"{file}: relinear loads weights from safetensors only")
         rebuild_(model, self.quantization_config)
         self._floats = {key for key, value in model.state_dict().items() if value.is_floating_point()}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
