@@ -277,7 +277,7 @@ def _on_device(plan: Plan) -> contextlib.AbstractContextManager:
 def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> dict[str, Any]:
     """Of one layer in every form: seconds, and ratios to a dense layer in eager mode."""
     from relinear.activations.shared_context import context
-    from relinear.kernels.triton import triton_kernels
+    from relinear.kernels import triton
     from relinear.system.timing import interleave
 
     torch.manual_seed(0)
@@ -295,7 +295,7 @@ def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> di
         def once() -> Tensor:
             _next_step()
             given = contextlib.nullcontext() if values is None else context(values)
-            with given, torch.set_grad_enabled(step), triton_kernels(asked):
+            with given, torch.set_grad_enabled(step), mock.patch.object(triton, "MODE", triton.MODES[asked]):
                 y = run(x)
             if step:
                 torch.autograd.grad(y, leaves, upstream, allow_unused=True)
