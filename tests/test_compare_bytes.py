@@ -9,7 +9,7 @@ import torch
 import relinear
 from compare_helpers import VOCABULARY, WIDTH, small
 from relinear.compare.figures import tuning
-from relinear.compare.match import matched, measure_size, plan_comparison
+from relinear.compare.match import measure_size, plan_comparison, resize_entry
 from relinear.compare.report import write_report
 from relinear.compare.run import compare
 from relinear.compare.settings import CompareSettings
@@ -149,7 +149,7 @@ def test_the_size_that_is_planned_is_that_of_the_file(tied, tmp_path) -> None:
 def test_operators_may_be_sized_in_place_of_widths() -> None:
     settings = TrainSettings(model_overrides=WIDTH, operators={"all-linear": "low_rank:rank=4"}, bits=8)
     wanted = {"by": "bytes", "target": 40_000, "tolerance": 0.02, "name": "low_rank"}
-    planned = matched(settings, VOCABULARY, resizing="operator", **wanted)
+    planned = resize_entry(settings, VOCABULARY, resizing="operator", **wanted)
     assert planned.settings.model_overrides == settings.model_overrides
     assert planned.size.bytes == pytest.approx(40_000, rel=0.02)
     assert planned.settings.operators["all-linear"]["rank"] > 4

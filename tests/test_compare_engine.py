@@ -19,7 +19,7 @@ from conftest import mostly_slow
 from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
-from relinear.compare.match import matched, measure_size, plan_comparison
+from relinear.compare.match import measure_size, plan_comparison, resize_entry
 from relinear.compare.report import write_report
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.results import gap_notes
@@ -53,7 +53,7 @@ def test_sizes_are_those_of_the_model_that_is_trained():
 def test_matching_finds_the_nearest_size(written, by, factor):
     settings = TrainSettings(model_overrides={"num_hidden_layers": 1}, operators={"all-linear": written})
     target = round(factor * measure_size(settings, VOCABULARY).of(by))
-    planned = matched(settings, VOCABULARY, by=by, target=target, resizing="operator", tolerance=0.05, name="x")
+    planned = resize_entry(settings, VOCABULARY, by=by, target=target, resizing="operator", tolerance=0.05, name="x")
     found, size = planned.settings, planned.size
     assert size == measure_size(found, VOCABULARY)
     # No other rank comes nearer.
@@ -68,7 +68,7 @@ def test_matching_finds_the_nearest_size(written, by, factor):
 def test_matching_by_width(model):
     settings = TrainSettings(model=model, data={"sequence_length": 32})
     target = round(0.6 * measure_size(settings, VOCABULARY).parameters)
-    planned = matched(
+    planned = resize_entry(
         settings, VOCABULARY, by="parameters", target=target, resizing="width", tolerance=0.1, name="dense"
     )
     count = planned.size.parameters
@@ -79,7 +79,7 @@ def test_matching_by_width(model):
 def test_a_match_out_of_reach_says_how_near_it_came():
     settings = TrainSettings(operators={"all-linear": "low_rank:rank=4"})
     with pytest.raises(ValueError, match=r"low: no operator size gives 10 parameters within 2.0%; the nearest has"):
-        matched(settings, VOCABULARY, by="parameters", target=10, resizing="operator", tolerance=0.02, name="low")
+        resize_entry(settings, VOCABULARY, by="parameters", target=10, resizing="operator", tolerance=0.02, name="low")
 
 
 def test_a_match_that_was_just_missed_names_the_tolerance_that_does():
@@ -87,9 +87,9 @@ def test_a_match_that_was_just_missed_names_the_tolerance_that_does():
     target = round(1.027 * measure_size(settings, VOCABULARY).parameters)
     arguments = {"by": "parameters", "target": target, "resizing": "operator", "name": "low"}
     with pytest.raises(ValueError, match=r"Set match\.tolerance=0\.03, match\.to=low") as refused:
-        matched(settings, VOCABULARY, **arguments, tolerance=0.001)
+        resize_entry(settings, VOCABULARY, **arguments, tolerance=0.001)
     assert "(-2.6%)" in str(refused.value)
-    planned = matched(settings, VOCABULARY, **arguments, tolerance=0.03)
+    planned = resize_entry(settings, VOCABULARY, **arguments, tolerance=0.03)
     assert planned.size == measure_size(settings, VOCABULARY)
 
 

@@ -186,7 +186,7 @@ def test_conversations_that_are_none(tmp_path) -> None:
 
 
 def test_exports_without_a_directory() -> None:
-    with pytest.raises(ValueError, match=r"model\.gguf is written into out_dir, and none is given: give it"):
+    with pytest.raises(ValueError, match=r"writes model\.gguf into out_dir: give out_dir"):
         compress(tiny(), tokens(), settings=SETTINGS | {"reader": "llama.cpp"})
 
 

@@ -162,7 +162,7 @@ def test_the_table_is_weighed_by_lookup_and_by_head(tied: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep": 0.5, "reader": "vllm"}, "reader=vllm stores no low rank: give bits or size"),
+        ({"keep": 0.5, "reader": "vllm"}, "files for vllm .* cannot store low-rank layers: give bits or size"),
         (
             {"size": "9 parsecs"},
             "size must be bytes, such as 90MB, or a share of the original, .* got 9 parsecs",

@@ -141,7 +141,7 @@ def test_jobs_give_the_results_of_one_process(how, text, tmp_path, expected, mon
     pytest.importorskip("submitit")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     # submitit's executor of this machine stands for SLURM
-    monkeypatch.setattr(executors, "Slurm", functools.partial(executors.Slurm, cluster="local"))
+    monkeypatch.setattr(executors, "SlurmExecutor", functools.partial(executors.SlurmExecutor, cluster="local"))
 
     def strike(number):
         struck.append(number)

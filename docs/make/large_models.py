@@ -11,7 +11,7 @@ from measured import read, table
 from relinear.compression import CompressSettings
 from relinear.compression.file_formats import FILE_FORMATS, budget_of
 from relinear.compression.inputs import linear_layers, tables_of
-from relinear.compression.requirements import disk_bytes, passes
+from relinear.compression.requirements import disk_bytes, equivalent_tokens
 from relinear.surgery.summary import summary
 
 __all__ = ["in_page"]
@@ -34,7 +34,7 @@ def _rate() -> float:
     row = _measured()["models/smollm2"]
     settings = CompressSettings(tokens=row["tokens"], evaluate=False)
     flops = summary(llama(_SMOLLM2, _VOCABULARY, tied=True)).flops_per_token
-    return passes(settings) * flops / sum(row["seconds_by_phase"].values())
+    return equivalent_tokens(settings) * flops / sum(row["seconds_by_phase"].values())
 
 
 def _moments(shape: tuple[int, ...]) -> int:
@@ -64,7 +64,7 @@ def _row(name: str) -> list[str]:
     most, original = disk_bytes(model, settings)
     largest = max(module.weight.numel() for module in modules.values())
     memory = _base() + original + _working() * largest + _moments(MODELS[name])
-    hours = passes(settings) * summary(model).flops_per_token / _rate() / 3600
+    hours = equivalent_tokens(settings) * summary(model).flops_per_token / _rate() / 3600
     return [
         f"Llama-2-{name}",
         *(f"{size / 1e9:,.1f}" for size in (original, file)),

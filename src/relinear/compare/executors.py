@@ -192,7 +192,7 @@ class Job:
         return DelayedSubmission(Job(self.function, self.arguments))
 
 
-class Slurm(_ThreadPerCall):
+class SlurmExecutor(_ThreadPerCall):
     """Run each call as a job of SLURM.
 
     Args:
@@ -231,7 +231,7 @@ class Slurm(_ThreadPerCall):
             job.cancel()
 
 
-class Dask(_ThreadPerCall):
+class DaskExecutor(_ThreadPerCall):
     """Run calls on the workers of the Dask cluster at an address; runs whose calls are cut off resume later."""
 
     def __init__(self, address: str) -> None:
@@ -270,4 +270,8 @@ def executor_at(
         raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {executor!r}")
     if find_spec(package) is None:
         raise ImportError(f"executor {executor!r} needs the package {package}: pip install 'relinear[{extra}]'")
-    return Slurm(workers or _MAX_JOBS, folder / "slurm", parameters) if extra == "slurm" else Dask(executor)
+    return (
+        SlurmExecutor(workers or _MAX_JOBS, folder / "slurm", parameters)
+        if extra == "slurm"
+        else DaskExecutor(executor)
+    )

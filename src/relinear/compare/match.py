@@ -87,7 +87,7 @@ def measure_size(settings: TrainSettings, vocab_size: int | None) -> ModelSize:
     return ModelSize(table.parameters, table.flops_per_token, stored, table.inactive_parameters, table.inactive_flops)
 
 
-def matched(
+def resize_entry(
     settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, resizing: str, tolerance: float, name: str
 ) -> SizedEntry:
     """Return an entry resized so that its model comes as near to ``target`` as it can.
@@ -127,7 +127,7 @@ def matched(
 
 @dataclasses.dataclass
 class _SizeSearch:
-    """Try sizes of an entry to come near ``target``; the arguments are those of ``matched``."""
+    """Try sizes of an entry to come near ``target``; the arguments are those of ``resize_entry``."""
 
     settings: TrainSettings
     vocab_size: int | None
@@ -295,16 +295,18 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[Siz
     if match.by == "width":
         return entries
     if isinstance(match.to, int):
-        return _matched_to(recipe, entries, match.to, vocab_size)
+        return _entries_matched_to(recipe, entries, match.to, vocab_size)
     if match.to is not None:
-        return _matched_to(recipe, entries, next(entry for entry in entries if entry.name == match.to), vocab_size)
+        return _entries_matched_to(
+            recipe, entries, next(entry for entry in entries if entry.name == match.to), vocab_size
+        )
     resizable = [entry for entry in entries if recipe.entries[entry.name].resizing != "fixed"]
     if not resizable:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     errors: list[ValueError] = []
     for reference in sorted(resizable, key=lambda entry: not entry.settings.operators):
         try:  # the first with operators whose size the others can have
-            return _matched_to(recipe, entries, reference, vocab_size)
+            return _entries_matched_to(recipe, entries, reference, vocab_size)
         except ValueError as error:
             errors.append(error)
     raise errors[0]
@@ -319,7 +321,7 @@ def _sized_as_written(recipe: CompareSettings, name: str, vocab_size: int | None
         raise ValueError(f"{name}: {error}") from error
 
 
-def _matched_to(
+def _entries_matched_to(
     recipe: CompareSettings, entries: list[SizedEntry], reference: SizedEntry | int, vocab_size: int | None
 ) -> list[SizedEntry]:
     """Return all entries, those that may be resized at the size of ``reference``, an entry or a number."""
@@ -332,15 +334,16 @@ def _matched_to(
         elif resizing == "fixed":
             results.append(entry)
         else:
-            results.append(_matched_entry(recipe, entry.name, entry.settings, vocab_size, target, resizing))
+            results.append(_resized_entry(recipe, entry.name, entry.settings, vocab_size, target, resizing))
     return results
 
 
-def _matched_entry(
+def _resized_entry(
     recipe: CompareSettings, name: str, settings: TrainSettings, vocab_size: int | None, target: int, resizing: str
 ) -> SizedEntry:
+    """Return an entry resized by the recipe's match settings."""
     by, tolerance = recipe.match.by, recipe.match.tolerance
-    return matched(settings, vocab_size, by=by, target=target, resizing=resizing, tolerance=tolerance, name=name)
+    return resize_entry(settings, vocab_size, by=by, target=target, resizing=resizing, tolerance=tolerance, name=name)
 
 
 def _sized_in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None) -> SizedEntry:
@@ -351,7 +354,7 @@ def _sized_in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None) 
     for bits in recipe.match.bits:
         settings = recipe.settings_of(name).replace(bits=bits)
         try:
-            candidates.append(_matched_entry(recipe, name, settings, vocab_size, target, resizing))
+            candidates.append(_resized_entry(recipe, name, settings, vocab_size, target, resizing))
         except ValueError as error:
             errors.append(error)
     if not candidates:

@@ -132,8 +132,10 @@ def _check_entries(recipe: CompareSettings) -> None:
         settings = recipe.settings_of(name)
         locate_model(settings.model)
         if recipe.tunes_initializer(name) and settings.model not in preset_names():
-            brings = f"{settings.model!r} brings its weights"
-            raise ValueError(f"{name}: tune.initializer_range is for presets, drawn anew; {brings}")
+            raise ValueError(
+                f"{name}: tune.initializer_range needs a preset, whose weights are drawn at random; "
+                f"{settings.model!r} is loaded with its weights"
+            )
         if settings.data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
 

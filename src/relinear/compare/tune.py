@@ -1,4 +1,4 @@
-"""TuneSettings the learning rate and initialisation of every entry by short runs over grids."""
+"""Tune the learning rate and initialisation of every entry by short runs over grids."""
 
 import dataclasses
 import math

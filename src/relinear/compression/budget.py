@@ -124,7 +124,7 @@ class Budget:
 
     Attributes:
         what: the budget in words, with its setting.
-        unit: that of costs.
+        unit: unit of all costs, "parameters" or "bytes".
         limit: the largest total cost.
         cost: gives the cost of a layer, by name, with an operator or unchanged (None); infinite if it does not fit.
         setting: gives the setting for a cost, rounded up.

@@ -35,19 +35,18 @@ from relinear.system.files import remove_temporaries
 from relinear.system.version import __version__
 
 #: fields of a config that do not change what a model computes
-_PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
+_IRRELEVANT_FIELDS = ("transformers_version", "architectures", "dtype", "use_cache")
 
 #: what a calibration writes in addition to its fingerprint
 _FILES = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
 
-#: called with the stage ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is done, and
-#: how much there is
+#: called with a stage (a key of ``run.STAGES``), how much of it is done, and how much there is
 StageCallback = Callable[[str, int, int], None]
 
 
 def model_fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
     """Return a hash of everything that decides a calibration's result, including the config."""
-    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _PASSING}
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _IRRELEVANT_FIELDS}
     named = (part for pair in model.named_parameters() for part in pair)
     return fingerprint_of([names, dict(settings), json.dumps(config, sort_keys=True, default=str)], [blocks, *named])
 
@@ -82,14 +81,14 @@ class Calibration:
     """Compute the statistics of ``targets`` over ``blocks``, anew on every call.
 
     Args:
-        model: in eval mode.
+        model: a Hugging Face decoder in eval mode.
         blocks: token ids (N, T).
         targets: index of a decoder layer -> name -> linear layer in it; at -1 embedding and head.
-        folder: of the calibration; one model, corpus and set of targets each. An unfinished calibration resumes.
+        folder: directory of the calibration; one model, corpus and set of targets each. An unfinished one resumes.
         settings: ``batch_size`` of these, and ``seed`` for the next tokens that the model draws; gradients are those of
             their summed log-likelihood.
-        kinds: of each block, the number of its kind of text; one kind by default.
-        on_progress: called after every decoder layer.
+        kinds: for each block, the number of its kind of text; one kind by default.
+        on_stage: called after every decoder layer.
 
     Raises:
         ValueError: if ``folder`` holds another calibration, or the layers take no states (B, T, D).
@@ -103,9 +102,9 @@ class Calibration:
         folder: Path,
         settings: CompressSettings,
         kinds: Sequence[int] = (),
-        on_progress: StageCallback = lambda stage, done, total: None,
+        on_stage: StageCallback = lambda stage, done, total: None,
     ) -> None:
-        self.model, self.targets, self.folder, self.on_progress = model, targets, folder, on_progress
+        self.model, self.targets, self.folder, self.on_stage = model, targets, folder, on_stage
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
         batch, self.seed = settings.batch_size, settings.seed
         key = model_fingerprint(model, blocks, names, {"batch": batch, "labels": self.seed, "kinds": kinds})
@@ -188,7 +187,7 @@ class Calibration:
             if index not in self._permanent:
                 self.states.remove("hidden", index)
             release_freed_memory()
-            self.on_progress("forward", index + 1, total)
+            self.on_stage("forward", index + 1, total)
 
     @torch.no_grad()
     def _ensure_hidden(self, index: int) -> None:
@@ -257,7 +256,7 @@ class Calibration:
             if index not in self._permanent:
                 self.states.remove("hidden", index)
             release_freed_memory()
-            self.on_progress(stage, total - index, total)
+            self.on_stage(stage, total - index, total)
         if -1 in self.targets:
             yield -1, self._table_statistics(gradient)
         self.states.remove(gradient, lowest)

@@ -28,8 +28,8 @@ class SearchSpace:
 
     Args:
         modules: the layers that may be replaced, by name.
-        settings: of the compression.
-        budget: of all these layers.
+        settings: settings of the compression.
+        budget: budget for all these layers together.
 
     Raises:
         ValueError: if an operator fits no layer, cannot be fitted or counted, or no choice meets the budget.

@@ -59,8 +59,8 @@ class LayerStates:
     Each is whole or not there, so that a killed process resumes at the last of them.
 
     Args:
-        folder: of the calibration.
-        count: of batches.
+        folder: directory of the calibration.
+        count: number of batches.
     """
 
     def __init__(self, folder: Path, count: int) -> None:

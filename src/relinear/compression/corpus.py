@@ -26,7 +26,7 @@ from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import iter_documents
 
 #: documents read for each block of calibration, if there are so many; and the most characters
-DOCUMENTS, LOOKED_AT = 4, 2**26
+DOCUMENTS_PER_BLOCK, MOST_CHARACTERS = 4, 2**26
 #: windows and documents to evaluate on
 LEAST_WINDOWS, LEAST_DOCUMENTS = 30, 6
 #: the kind of text that the model writes itself, as ``Excerpt.corpus``
@@ -34,7 +34,7 @@ SAMPLED = "sampled"
 #: texts that the model writes at a time
 SAMPLED_AT_ONCE = 16
 #: characters of a document's sections for each token of a block: more than one block in most texts
-SECTION = 8
+CHARACTERS_PER_TOKEN = 8
 
 
 class Excerpt(NamedTuple):
@@ -60,7 +60,7 @@ class CompressionData:
         unseen: whether the blocks for evaluation are in none of the others.
         excerpts: where the blocks for calibration begin.
         evaluation_excerpts: where those for evaluation begin.
-        elsewhere: of other texts to evaluate on, by name.
+        elsewhere: token ids of other texts to evaluate on, by name.
     """
 
     blocks: Tensor
@@ -143,19 +143,19 @@ class Documents:
 
         The first documents depend on ``blocks`` alone, so that the same text calibrates whatever else is asked for.
         """
-        self._read_until(blocks, max(DOCUMENTS * blocks, 4 * LEAST_DOCUMENTS))
+        self._read_until(blocks, max(DOCUMENTS_PER_BLOCK * blocks, 4 * LEAST_DOCUMENTS))
         self.first = len(self.texts)
         self._read_until(count, 0)
 
     def _read_until(self, blocks: int, documents: int) -> None:
-        characters = blocks * self.length * 2 * SECTION
-        while self.size < characters or (self.size < LOOKED_AT and len(self.texts) < documents):
+        characters = blocks * self.length * 2 * CHARACTERS_PER_TOKEN
+        while self.size < characters or (self.size < MOST_CHARACTERS and len(self.texts) < documents):
             if (item := next(self.items, None)) is None:
                 return
             if not self.texts and isinstance(item, str):  # token ids are used unchanged
                 self.start = text_start(self.tokenizer)
             self.texts.append(item)
-            self.size += len(item) * (1 if isinstance(item, str) else SECTION)
+            self.size += len(item) * (1 if isinstance(item, str) else CHARACTERS_PER_TOKEN)
 
     def halves(self) -> tuple[list[Excerpt], list[Excerpt]]:
         """Return the sections of calibration and of evaluation documents; of a single document, its two halves."""
@@ -169,7 +169,7 @@ class Documents:
 
     def _sections(self, document: int) -> list[Excerpt]:
         item = self.texts[document]
-        step = SECTION * self.length if isinstance(item, str) else self.length
+        step = CHARACTERS_PER_TOKEN * self.length if isinstance(item, str) else self.length
         length = 1 if isinstance(item, Conversation) else max(1, len(item))  # a conversation is one section
         return [Excerpt(self.name, document, at) for at in range(0, length, step)]
 
@@ -185,8 +185,8 @@ class Documents:
         item, length = self.texts[section.document], self.length
         if not isinstance(item, str):
             return item[section.start : section.start + length]
-        if not isinstance(item, Conversation) and len(item) > SECTION * length:
-            start, end = (_word(item, at) for at in (section.start, section.start + SECTION * length))
+        if not isinstance(item, Conversation) and len(item) > CHARACTERS_PER_TOKEN * length:
+            start, end = (_word(item, at) for at in (section.start, section.start + CHARACTERS_PER_TOKEN * length))
             item = item[start:] if end >= len(item) else TerminatedText(item[start:end])
         return [int(i) for array in encode_documents(self.tokenizer, [item]) for i in array]
 
@@ -195,7 +195,7 @@ class Documents:
 
         Args:
             sections: to take from; those that are used are removed.
-            count: of blocks.
+            count: number of blocks to take.
             last: whether to begin at the end of the list.
         """
         first_blocks, second_blocks = list[_Block](), list[_Block]()

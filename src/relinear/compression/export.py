@@ -35,7 +35,9 @@ def check_stock(model: Any) -> None:
 def check_compressed_tensors(model: Any, tokenizer: Any = None) -> None:
     """Raise ValueError, or NotLinearError, unless transformers would load ``model`` packed."""
     if model.config.model_type == "falcon" or any(".experts." in name for name, _ in model.named_parameters()):
-        raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; relinear.fold_ it")
+        raise ValueError(
+            f"transformers cannot load {type(model).__name__} from compressed-tensors; call relinear.fold_(model) first"
+        )
     check_stock(model)
 
 

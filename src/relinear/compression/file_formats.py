@@ -131,8 +131,8 @@ def budget_of(
     Args:
         model: the original.
         modules: what may be replaced, by name: linear layers, and where bytes are the budget embedding and head.
-        settings: of the compression.
-        tokenizer: of the model, which a GGUF file holds.
+        settings: settings of the compression.
+        tokenizer: the model's tokenizer, which a GGUF file holds.
 
     Raises:
         ValueError: if all else in the file already exceeds the budget, or the unchanged model meets it.

@@ -47,8 +47,8 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
     config, architecture = model.config, _ARCHITECTURES.get(type(model).__name__, "")
     if not architecture:
         raise ValueError(
-            f"GGUF files are written of {', '.join(_ARCHITECTURES)}, got {type(model).__name__}; relinear.fold_ it and "
-            "convert it by llama.cpp's own script"
+            f"GGUF files are written of {', '.join(_ARCHITECTURES)}, got {type(model).__name__}; call "
+            "relinear.fold_(model) and convert it by llama.cpp's own script"
         )
     check_stock(model)
     gemma, size = architecture.startswith("gemma"), _head_size(config)
@@ -71,7 +71,8 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
     unsupported = [name for name, is_set in differences.items() if is_set]
     if unsupported:
         raise ValueError(
-            f"a GGUF file is not written of a {type(model).__name__} with {', '.join(unsupported)}; relinear.fold_ it"
+            f"a GGUF file is not written of a {type(model).__name__} with {', '.join(unsupported)}; "
+            "call relinear.fold_(model)"
         )
     return tokenizer_fields(tokenizer, config.vocab_size)
 
@@ -119,7 +120,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
             if hasattr(operator, "gguf_type"):
                 operator.gguf_type()
             elif len(operator.dense_chain()) > 1:
-                raise ValueError("no layer of a GGUF file is a product of matrices; relinear.fold_ it")
+                raise ValueError("a GGUF file cannot store a product of matrices as a layer; use relinear.fold_(model)")
             values |= {f"{name}.{part}": value for part, value in to_stock_layer(operator).named_parameters()}
         except ValueError as error:
             raise ValueError(f"{name} as {operator.config}: {error}") from error
@@ -191,7 +192,7 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
     for name, value in values.items():  # a tied head is the embedding, and not written again
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
-            raise ValueError(f"{name} has no place in a GGUF file of {writer.arch}; relinear.fold_ the model")
+            raise ValueError(f"{name} has no place in a GGUF file of {writer.arch}; call relinear.fold_(model)")
         kind = kinds.get(value.dtype, GGMLQuantizationType.F32) if value.ndim > 1 else GGMLQuantizationType.F32
         operator = operators.get(name.removesuffix(".weight"))
         in_blocks = hasattr(operator, "gguf_rows")

@@ -36,7 +36,7 @@ def tokenizer_fields(tokenizer: Any, entries: int) -> dict[str, Any]:
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError("a GGUF file holds the tokenizer, and that a fast one: give tokenizer=, by AutoTokenizer")
+        raise ValueError("a GGUF file needs a fast tokenizer: pass tokenizer=AutoTokenizer.from_pretrained(...)")
     described = json.loads(backend.to_str())
     known, vocabulary = _known(described), tokenizer.get_vocab()
     is_byte_level = "pre" in known
@@ -82,7 +82,7 @@ def _known(described: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(
         f"llama.cpp knows no tokenizer with these settings: {of_model} after {', '.join(steps) or 'nothing'}. Files "
         f"take SentencePiece's BPE, and byte-level BPE that cuts text as one of {names} does. Compress without --for "
-        "(reader='relinear'), or relinear.fold_ the model and convert it by llama.cpp's own script"
+        "(reader='relinear'), or call relinear.fold_(model) and convert it by llama.cpp's own script"
     )
 
 
@@ -100,7 +100,7 @@ def _check_expressible(described: dict[str, Any], is_byte_level: bool) -> None:
         inexpressible.append("bytes without a token")  # of which it makes unk_token, and llama.cpp nothing
     if inexpressible:
         listed = some_names(inexpressible, 3)
-        raise ValueError(f"the tokenizer has {listed}, which no GGUF file expresses; relinear.fold_ the model")
+        raise ValueError(f"the tokenizer has {listed}, which no GGUF file expresses; call relinear.fold_(model)")
 
 
 def _ranks(merges: list[list[str]], described: dict[str, Any]) -> dict[str, int]:
@@ -118,7 +118,7 @@ def _ranks(merges: list[list[str]], described: dict[str, Any]) -> dict[str, int]
     if runs != len(in_turn) or splits != sum(product not in whole for product in products):
         raise ValueError(
             "the tokenizer's merges are not those of a SentencePiece model: a GGUF file holds one score a token, so "
-            "all merges that make a token must follow each other; relinear.fold_ the model"
+            "all merges that make a token must follow each other; call relinear.fold_(model)"
         )
     return {product: rank for rank, product in enumerate(in_turn)}
 
@@ -131,6 +131,6 @@ def _added_around(tokenizer: Any) -> dict[str, bool]:
     if before not in ([], [bos]) or after not in ([], [eos]):
         raise ValueError(
             f"the tokenizer makes {whole} of a text whose tokens are {plain}. A GGUF file can only say that the BOS "
-            f"token ({bos}) stands before a text and the EOS token ({eos}) behind it; relinear.fold_ the model"
+            f"token ({bos}) stands before a text and the EOS token ({eos}) behind it; call relinear.fold_(model)"
         )
     return {"add_bos_token": bool(before), "add_eos_token": bool(after)}

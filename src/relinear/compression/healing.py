@@ -31,9 +31,9 @@ from relinear.training.settings import FitSettings
 #: size, and at 1e-4 Adam's first steps undo it
 LEARNING_RATE = 3e-5
 #: checkpoints
-SAVED = 8
+CHECKPOINTS = 8
 #: steps in which the learning rate rises, as a share of all
-WARMUP = 0.1
+WARMUP_RATIO = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def heal(
         teacher: the original, of the same vocabulary; may share parameters with ``model``. Unchanged afterwards.
         blocks: token ids (N, T) to train on, in a random order, each once.
         settings: ``heal_learning_rate``, ``batch_size`` and ``seed`` of these.
-        folder: of state and metrics; None stores nothing.
+        folder: directory for state and metrics; None stores nothing.
         on_progress: called with a ``Progress``, whose ``stage`` is "heal".
 
     Raises:
@@ -131,11 +131,11 @@ def _fit_settings(options: CompressSettings, steps: int, device: torch.device) -
         batch_size=options.batch_size,
         accumulation=options.heal_batch // options.batch_size,
         learning_rate=options.heal_learning_rate or LEARNING_RATE,
-        warmup_steps=min(steps - 1, max(1, round(WARMUP * steps))),
+        warmup_steps=min(steps - 1, max(1, round(WARMUP_RATIO * steps))),
         min_lr_ratio=0.0,
         weight_decay=0.0,
         seed=options.seed,
         device="cpu" if device.type == "cpu" else "auto",
-        log_every=min(10, max(1, steps // SAVED)),
-        save_every=max(1, steps // SAVED),
+        log_every=min(10, max(1, steps // CHECKPOINTS)),
+        save_every=max(1, steps // CHECKPOINTS),
     )

@@ -14,7 +14,7 @@ from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import linear_features
 from relinear.system.grouped import grouped
 
-#: of the linear layers of one decoder layer, by name
+#: statistics of one decoder layer's linear layers, by name
 Statistics = Mapping[str, CalibrationStatistics]
 
 

@@ -25,9 +25,9 @@ class LayerPlan:
     """Plan one layer.
 
     Attributes:
-        operator: that replaces it; None leaves it unchanged.
-        parameters: of the operator.
-        parameters_before: of the layer.
+        operator: the operator that replaces it; None leaves it unchanged.
+        parameters: number of the operator's parameters.
+        parameters_before: number of the layer's parameters.
         nats: predicted increase of the loss per token; None without a prediction.
         bits: stored for each weight of the original layer; a float counts as at most half precision.
     """
@@ -94,7 +94,7 @@ class CompressPlan:
         Sizes are counted again. Operators may be mappings or text.
 
         Args:
-            path: of the file.
+            path: path of the file.
             model: the original.
             stored: gives the bytes of a layer with an operator, if another file format stores it.
 

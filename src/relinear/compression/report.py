@@ -30,11 +30,11 @@ class CompressReport:
     Attributes:
         plan: what every layer became.
         calibration_tokens: number of tokens that calibrated.
-        calibration_loss: of the original on them, in nats per token.
+        calibration_loss: the original's loss on them, in nats per token.
         seconds: by phase, of this call.
-        parameters_before: of the whole original.
-        bytes: of all weights, floats at no more than half precision.
-        bytes_before: of the original's, likewise.
+        parameters_before: number of the original's parameters.
+        bytes: bytes of all weights, floats at no more than half precision.
+        bytes_before: the original's, likewise.
         file: what the program that runs the model reads.
         file_bytes: its size on disk; None before it is written.
         corpus: the texts.
@@ -43,7 +43,7 @@ class CompressReport:
         budget: what was allowed; None for a plan from a file.
         evaluation: the compressed model compared with the original (loss, agreement, repeated text); None if it was
             not measured.
-        peak_memory_bytes: of this call.
+        peak_memory_bytes: peak memory of this call.
         settings: all of them.
         out_of_reach: what no target can name, such as experts stored as one tensor, in words.
     """

@@ -8,6 +8,7 @@ import torch
 
 from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import states_on_disk
+from relinear.compression.evaluation import CONTINUED_TOKENS
 from relinear.compression.settings import BUDGETS, CompressSettings
 from relinear.hf.model_config import text_config
 from relinear.hf.model_layout import decoder_layers
@@ -15,16 +16,18 @@ from relinear.surgery.summary import summary
 from relinear.system.timing import duration, seconds_of
 
 #: passes forward that tokens take: to calibrate and fit; in the original and the result; in a step of healing
-_CALIBRATED, _EVALUATED, _HEALED = 6, 3, 5
+_CALIBRATION_PASSES, _EVALUATION_PASSES, _HEALING_PASSES = 6, 3, 5
 #: rounding takes as long as so many tokens of calibration
-_ROUNDED = 4096
-_TIMED = 256
+_ROUNDING_TOKENS = 4096
+_TIMED_TOKENS = 256
 
 
-def passes(settings: CompressSettings) -> int:
+def equivalent_tokens(settings: CompressSettings) -> int:
     """Return the number of tokens whose forward pass takes as long as the compression."""
     return (
-        _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * _evaluated(settings) + _HEALED * settings.heal_tokens
+        _CALIBRATION_PASSES * (settings.tokens + _ROUNDING_TOKENS)
+        + _EVALUATION_PASSES * _evaluated(settings)
+        + _HEALING_PASSES * settings.heal_tokens
     )
 
 
@@ -37,7 +40,8 @@ def disk_bytes(model: Any, settings: CompressSettings) -> tuple[int, int]:
 
 
 def _evaluated(settings: CompressSettings) -> int:
-    return settings.evaluation_blocks * settings.sequence_length + settings.evaluate * settings.passages * 64
+    continued = settings.passages * CONTINUED_TOKENS if settings.evaluate else 0
+    return settings.evaluation_blocks * settings.sequence_length + continued
 
 
 @torch.no_grad()
@@ -46,7 +50,7 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
 
     A pass forward is timed; it takes seconds.
     """
-    table, length = summary(model), min(_TIMED, settings.sequence_length)
+    table, length = summary(model), min(_TIMED_TOKENS, settings.sequence_length)
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     seconds_of(lambda: model(input_ids=ids, use_cache=False))
     pace = seconds_of(lambda: model(input_ids=ids, use_cache=False)) / length
@@ -56,6 +60,6 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
         "runs": f"1, to {budget} for {settings.reader}",
         "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs per token)",
         "tokens": f"{settings.tokens:,} to calibrate, {settings.heal_tokens:,} to heal, {evaluated:,} to evaluate",
-        "time": f"{duration(passes(settings) * pace)}, by a pass timed now",
+        "time": f"{duration(equivalent_tokens(settings) * pace)}, by a pass timed now",
         "disk": f"about {most / 1e6:,.0f} MB while it runs, at most {after / 1e6:,.0f} MB after",
     }

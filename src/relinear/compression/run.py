@@ -93,7 +93,7 @@ def compress(
             tensors or mappings of token ids, as for ``distill_``; read as needed. Or a mapping of several such
             corpora by name, which are taken in turns, ``sequence_length`` tokens of each.
         bits, size, keep: the budget; shorthands for the settings of these names.
-        tokenizer: of the model, needed for texts; saved with the model.
+        tokenizer: the model's tokenizer, needed for texts; saved with the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to apply, in place of a new one.
@@ -151,9 +151,9 @@ class Compression:
     """Check the input of a compression, then ``run`` it.
 
     Args:
-        model: with separate experts.
-        settings: of the compression.
-        folder: of state and results.
+        model: the model, its experts as separate layers (``separate_experts``).
+        settings: settings of the compression.
+        folder: directory for state and results.
         saves: whether to save the model, too.
         tokenizer, targets, exclude, plan_file, overwrite: as for ``compress``.
 
@@ -182,8 +182,7 @@ class Compression:
         self.saves = saves
         self.overwrite = overwrite
         if self.file_format.file is not None and not saves:
-            file = f"{self.file_format.file} is written into out_dir"
-            raise ValueError(f"reader={settings.reader}: {file}, and none is given: give it")
+            raise ValueError(f"reader={settings.reader} writes {self.file_format.file} into out_dir: give out_dir")
         self.run_folder = _checked_folder(self.folder, model, settings, overwrite)
         self.file_format.check(model, tokenizer)
         check_compressible(model, settings.sequence_length)

@@ -11,7 +11,7 @@ from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
 from relinear.distill.settings import check_whole_blocks
 
 #: bits of a weight where no budget is given: the least that every reader stores with its scales
-BITS = 4.5
+DEFAULT_BITS = 4.5
 #: settings of which one is given
 BUDGETS = ("keep", "bits", "size")
 
@@ -72,11 +72,13 @@ class CompressSettings(Settings):
     def _consistent(self) -> CompressSettings:
         budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if not budgets:  # a default, which a budget that is given later replaces
-            object.__setattr__(self, "bits", BITS)
+            object.__setattr__(self, "bits", DEFAULT_BITS)
         if len(budgets) > 1:
             raise ValueError(f"{' and '.join(budgets)} are {len(budgets)} budgets: give one of them")
         if self.reader != "relinear" and not self.by_bytes:
-            raise ValueError(f"reader={self.reader} stores no low rank: give bits or size in place of keep")
+            raise ValueError(
+                f"files for {self.reader} (reader, --for) cannot store low-rank layers: give bits or size, not keep"
+            )
         if self.size is not None:
             self.bytes_of(1)
         check_whole_blocks(self, "tokens")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
+_ALL_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def forward_hooks_on(
 
 def swap_hooks(source: nn.Module, target: nn.Module) -> None:
     """Exchange the hooks of a layer and its replacement; handles of hooks stay valid."""
-    for name in _HOOKS:
+    for name in _ALL_HOOKS:
         source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]
 
 

@@ -37,7 +37,7 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Report that an operator is no linear map of its input or, to folding, that its matrix depends on the context.
+    """Raised where a matrix is needed and an operator has none; by folding also if its matrix depends on the context.
 
     Examples are HDPL with its SiLU path, and gates that read x. ``relinear.fold_`` leaves such operators in place.
 

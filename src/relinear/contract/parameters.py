@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 _ORDINARY = (nn.Parameter, Tensor)  # plain tensors, as torch.func replaces parameters by them
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # torch's dictionaries of the hooks that run for all modules
-_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)
+_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _CALL_HOOKS)
 
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
@@ -102,7 +102,9 @@ def is_unhooked(module: Any) -> bool:
     """
     attributes = module.__dict__
     # accelerate patches the instance's forward
-    return "forward" not in attributes and not any(attributes[hooks] for hooks in _HOOKS) and not any(_GLOBAL_HOOKS)
+    return (
+        "forward" not in attributes and not any(attributes[hooks] for hooks in _CALL_HOOKS) and not any(_GLOBAL_HOOKS)
+    )
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
@@ -118,5 +120,5 @@ def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
 
     torch adds to these dictionaries and never replaces them, so they can be kept.
     """
-    hooks = (module.__dict__[kind] for module in modules for kind in _HOOKS[:2])
+    hooks = (module.__dict__[kind] for module in modules for kind in _CALL_HOOKS[:2])
     return *hooks, *_GLOBAL_HOOKS[:2]

@@ -190,7 +190,7 @@ def _index(value: Any) -> int:
     return operator.index(value)
 
 
-def existing_layers(layers: Any, count: int) -> list[int]:
+def existing_layer_indices(layers: Any, count: int) -> list[int]:
     """Return the argument ``layers`` as sorted indices of a model's ``count`` layers; negative ones count from the end.
 
     Raises:

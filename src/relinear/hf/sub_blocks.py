@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from relinear.hf.model_layout import ATTENTION_NAMES, attention_of, decoder_layers, existing_layers
+from relinear.hf.model_layout import ATTENTION_NAMES, attention_of, decoder_layers, existing_layer_indices
 
 #: names of the norms of a decoder layer that read the stream for its attention and for its MLP
 _NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
@@ -50,7 +50,7 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None, *, plain: 
         ValueError: if a layer is of another kind, such as one that normalises outputs, or an index is out of range.
     """
     stack = decoder_layers(model)
-    indices = range(len(stack)) if layers is None else existing_layers(layers, len(stack))
+    indices = range(len(stack)) if layers is None else existing_layer_indices(layers, len(stack))
     return [block for index in indices for block in _blocks(index, stack[index], plain)]
 
 

@@ -196,7 +196,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shap
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
     """Yield warnings about a plan: trained weights that are lost, operators larger than the layers they replace."""
-    replaced = [r for r in replacements if not _keeps_layer(r.config)]
+    replaced = [r for r in replacements if not _wraps_replaced_layer(r.config)]
     name = loaded_from(model)
     lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]
     if init == "fresh" and name and lost:
@@ -215,8 +215,8 @@ def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[
             )
 
 
-def _keeps_layer(config: OperatorConfig | None) -> bool:
-    """Return whether an operator wraps the layer that it replaces."""
+def _wraps_replaced_layer(config: OperatorConfig | None) -> bool:
+    """Return whether an operator, or the innermost of several, wraps the layer that it replaces."""
     while isinstance(config, WrapperConfig):
         config = config.base
     return config is None

@@ -12,7 +12,7 @@ from torch import nn
 from relinear.contract.linear_layers import is_embedding
 from relinear.contract.messages import quoted
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.hf.model_layout import existing_layers, layer_finder, output_head
+from relinear.hf.model_layout import existing_layer_indices, layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_name, listed, matches
 
@@ -120,7 +120,7 @@ def _wanted_layers(layer_of: Callable[[str], int | None], layers: Any, names: It
     present = {index for name in names if name and (index := layer_of(name)) is not None}
     if not present:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
-    return set(existing_layers(layers, max(present) + 1))
+    return set(existing_layer_indices(layers, max(present) + 1))
 
 
 def _no_match(pattern: str, named_modules: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:

@@ -23,7 +23,7 @@ from relinear.contract.linear_layers import embeds
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.config_record import make_record, parse_record, record_in_config
-from relinear.hf.initialization import initialize_
+from relinear.hf.initialization import INITIALIZED, initialize_
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.rebuild import RelinearConfig, check_loaded, rebuild_
 from relinear.surgery.saved_config import needs_loader, remove_file_only_fields_, write_config
@@ -112,7 +112,7 @@ def _resize_token_embeddings(
     for role, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
         if isinstance(part, Operator):
             raise ValueError(
-                f"the {role} is an operator ({part.config.kind}), whose rows are fixed; relinear.fold_ it first"
+                f"the {role} is an operator ({part.config.kind}), whose rows are fixed; use relinear.fold_(model) first"
             )
     resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
     for table in tables:
@@ -203,7 +203,7 @@ def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kw
     wrapped layer's weight, and any other operator without a weight has one that is marked as loaded, which transformers
     does not change.
     """
-    if getattr(module, "_is_hf_initialized", False):
+    if getattr(module, INITIALIZED, False):
         return
     without_weight = [part for part in module.modules() if isinstance(part, Operator) and not hasattr(part, "weight")]
     for part in without_weight:
@@ -222,7 +222,7 @@ def _weight_within(part: Any) -> torch.Tensor:
     if hasattr(part, "weight"):
         return part.weight
     placeholder = torch.empty(0)
-    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(placeholder, INITIALIZED, True)
     return placeholder
 
 

@@ -14,7 +14,7 @@ _PATIENCE = 3.0
 
 
 class InUseError(ValueError):
-    """Another process uses the directory."""
+    """Raised if another process uses the directory."""
 
 
 @contextlib.contextmanager

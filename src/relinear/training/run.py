@@ -202,9 +202,9 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     """Return the model of a run, with its attachments and operators, initialised from ``settings.seed``.
 
     Args:
-        settings: of the run.
-        vocab_size: of the tokenizer: a preset is built with it (unless ``model_overrides`` has another), any other
-            model is checked against it. None keeps the preset's.
+        settings: settings of the run.
+        vocab_size: entries of the tokenizer: a preset is built with it (unless ``model_overrides`` has another), any
+            other model is checked against it. None keeps the preset's.
 
     Raises:
         ValueError: if the model is unknown, too small for the data, or cannot take an operator or an attachment.
