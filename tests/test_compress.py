@@ -137,7 +137,7 @@ def test_killed_calibration_resumes_to_the_same_bits(stored, tmp_path, monkeypat
             return {name: moment.clone() for name, moment in moments}
 
         ran.clear()
-        calibration = calibrate(tiny(), blocks, folder, batch=3, on_progress=told)
+        calibration = calibrate(tiny(), blocks, folder, batch=3, on_stage=told)
         return calibration.map_layers("fit", "all", made), calibration.loss
 
     whole, loss = run(tmp_path / "whole")
@@ -160,7 +160,7 @@ def test_states_take_at_most_twice_the_bytes_of_the_model(tmp_path, monkeypatch)
         most.append(sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")))
 
     blocks = torch.randint(0, 50, (int(bytes_of_model / 5 / 4 / model.config.hidden_size / 16), 16))
-    calibration = calibrate(model, blocks, tmp_path, on_progress=told)
+    calibration = calibrate(model, blocks, tmp_path, on_stage=told)
     found = moments_of(calibration)
     assert len(most) == 32
     assert max(most) < 2.1 * bytes_of_model  # headers of safetensors among it

@@ -179,7 +179,7 @@ def test_a_killed_calibration_without_its_fingerprint_is_refused(tmp_path) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        moments_of(calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path, on_progress=die))
+        moments_of(calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path, on_stage=die))
     (tmp_path / "fingerprint.json").unlink()
     with pytest.raises(ValueError, match=r"fingerprint\.json is missing"):
         calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path)

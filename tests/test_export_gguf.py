@@ -326,7 +326,7 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
 
     refused("stores floats", llama(), tokenizer_of(), candidates=["low_rank"])
     refused("bits=4.25 cannot be met", llama(hidden_size=64), tokenizer_of(), bits=4.25)
-    refused("holds the tokenizer", llama(), None)
+    refused("needs a fast tokenizer", llama(), None)
     refused("knows no tokenizer with these settings.*Compress without --for", llama(), byte_tokenizer())
     refused("attention_bias", llama(attention_bias=True), tokenizer_of())
     refused("rope_type=yarn", llama(rope_parameters={"rope_type": "yarn", "factor": 2.0}), tokenizer_of())

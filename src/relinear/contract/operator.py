@@ -37,7 +37,7 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Raised where a matrix is needed and an operator has none; by folding also if its matrix depends on the context.
+    """Report that an operator has no matrix where one is needed or, when folding, one matrix for all tokens.
 
     Examples are HDPL with its SiLU path, and gates that read x. ``relinear.fold_`` leaves such operators in place.
 
