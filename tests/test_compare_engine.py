@@ -444,7 +444,7 @@ def test_initialisations_of_a_model_that_brings_its_weights_are_not_tuned(text, 
     recipe = small(text, tune={"initializer_range": True})
     recipe["train"] = {k: v for k, v in recipe["train"].items() if k != "model_overrides"}
     recipe["train"]["model"] = str(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"dense: tune.initializer_range is for presets"):
+    with pytest.raises(ValueError, match=r"dense: tune.initializer_range needs a preset"):
         compare(recipe, tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()
 
