@@ -270,8 +270,6 @@ def executor_at(
         raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {executor!r}")
     if find_spec(package) is None:
         raise ImportError(f"executor {executor!r} needs the package {package}: pip install 'relinear[{extra}]'")
-    return (
-        SlurmExecutor(workers or _MAX_JOBS, folder / "slurm", parameters)
-        if extra == "slurm"
-        else DaskExecutor(executor)
-    )
+    if extra == "dask":
+        return DaskExecutor(executor)
+    return SlurmExecutor(workers or _MAX_JOBS, folder / "slurm", parameters)

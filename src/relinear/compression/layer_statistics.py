@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import linear_features
+from relinear.distill.record import SharedTensors
 from relinear.system.grouped import grouped
 
 #: statistics of one decoder layer's linear layers, by name
@@ -31,19 +32,16 @@ class StatisticsSums:
         self.inputs = defaultdict[str, dict[int, Tensor]](dict)
         self.counts = defaultdict[str, Counter[int]](Counter)
         self.outputs: dict[str, Tensor] = {}
-        #: layer -> the layer with the same inputs, under which they are summed
-        self.shared: dict[str, str] = {}
-        self._seen: dict[int, tuple[Tensor, str]] = {}
+        #: a layer's inputs are summed under the first layer that shares them
+        self.shared = SharedTensors()
 
     def new_pass(self) -> None:
         """Forget the inputs of the previous pass."""
-        self._seen.clear()
+        self.shared.new_pass()
 
     def add_inputs(self, name: str, x: Tensor) -> None:
         """Add inputs (..., I) of the layer ``name``."""
-        _, owner = self._seen.setdefault(id(x), (x, name))  # held, so that no other tensor gets its id
-        self.shared[name] = owner
-        if owner == name:
+        if self.shared.is_first(name, x):
             self.counts[name][self.kind] += x[..., 0].numel()
             add_products(self.inputs[name], self.kind, x)
 
@@ -68,7 +66,7 @@ class StatisticsSums:
             kinds[name] = tuple(sums[kind].div_(counts[kind]) for kind in enough)
         statistics = {}
         for name, module in modules.items():
-            if (owner := self.shared.get(name)) is None:  # an expert may have seen no token
+            if (owner := self.shared.owners.get(name)) is None:  # an expert may have seen no token
                 statistics[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
             outputs, count = self.outputs[name].div_(tokens), self.counts[owner].total()

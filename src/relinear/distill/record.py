@@ -110,6 +110,28 @@ class _Done(Exception):
     """Raised to end a forward pass once every module of interest has run."""
 
 
+class SharedTensors:
+    """Find names that get the same tensor in a pass, such as the inputs of q, k and v.
+
+    Attributes:
+        owners: name -> the first name that got the same tensor.
+    """
+
+    def __init__(self) -> None:
+        self.owners: dict[str, str] = {}
+        self._seen: dict[int, tuple[Tensor, str]] = {}
+
+    def new_pass(self) -> None:
+        """Forget the tensors of the previous pass."""
+        self._seen.clear()
+
+    def is_first(self, name: str, tensor: Tensor) -> bool:
+        """Return whether ``name`` is the first of this pass to get ``tensor``."""
+        _, owner = self._seen.setdefault(id(tensor), (tensor, name))  # held, so that no other tensor gets its id
+        self.owners[name] = owner
+        return owner == name
+
+
 class Recording:
     """Store the inputs of modules; a tensor that several modules read is stored once.
 
@@ -121,13 +143,13 @@ class Recording:
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self.tokens, self.folder, self._row = tokens, folder, 0
         self._stores: dict[str, Tensor] = {}
-        #: name -> the name under which its values are stored
-        self._owners: dict[str, str] = {}
-        self._seen: dict[int, tuple[Tensor, str]] = {}
+        #: a name's values are stored under the first name that shares them
+        self._shared = SharedTensors()
 
     def new_pass(self, row: int) -> None:
         """Forget the tensors of the previous pass; the next values go to rows from ``row`` on."""
-        self._row, self._seen = row, {}
+        self._row = row
+        self._shared.new_pass()
 
     def clear(self) -> None:
         """Forget the recorded values."""
@@ -135,9 +157,7 @@ class Recording:
 
     def write(self, name: str, values: Tensor) -> None:
         """Store values (..., size) under ``name``, unless this pass has already stored the same tensor."""
-        _, owner = self._seen.setdefault(id(values), (values, name))  # held, so that no other tensor gets its id
-        self._owners[name] = owner
-        if owner == name:
+        if self._shared.is_first(name, values):
             rows = values.detach().reshape(-1, values.shape[-1])
             if name not in self._stores:
                 self._stores[name] = self._allocate(name, rows)
@@ -161,7 +181,7 @@ class Recording:
         return self._values(f"{name} context")
 
     def _values(self, name: str) -> Tensor | None:
-        return self._stores.get(self._owners.get(name, name))
+        return self._stores.get(self._shared.owners.get(name, name))
 
 
 @contextlib.contextmanager
