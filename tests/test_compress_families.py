@@ -108,8 +108,8 @@ def test_experts_of_an_own_layout_are_left_and_said_so(tmp_path, capsys) -> None
 
 def test_quantized_models_are_refused(tmp_path) -> None:
     model = make_family("llama")
-    model.is_quantized = True
-    with pytest.raises(ValueError, match="is quantized; compress it in floating point"):
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match=r"the model is quantized \(gptq\); dequantize it first"):
         compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path)
     assert not any(isinstance(m, relinear.Operator) for m in model.modules())
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 import relinear
 from conftest import mostly_slow
+from relinear.hf.vocabulary import max_positions
 from relinear.models import HeadBias, ReadoutScale
 from tiny_models import make_family
 
@@ -101,3 +102,9 @@ def test_a_stock_model_is_resized_as_ever():
     model.resize_token_embeddings(100)
     assert model.lm_head is not head
     assert model.lm_head.out_features == 100
+
+
+def test_the_longest_sequence_of_a_model_of_several_is_the_language_models():
+    text, model = LlamaConfig(max_position_embeddings=64), nn.Module()
+    model.config = LlavaConfig(vision_config=CLIPVisionConfig(), text_config=text)
+    assert max_positions(model) == 64

@@ -1,6 +1,6 @@
 """A preset at another width, with heads of one size."""
 
-from relinear.models import preset_config, preset_names
+from relinear.models import is_preset, preset_config, preset_names
 from relinear.training.settings import TrainSettings
 
 
@@ -11,7 +11,7 @@ def at_heads(settings: TrainSettings, width: int) -> TrainSettings:
         ValueError: if the model is no preset, the width is no multiple of a head's size, or its heads cannot share keys
             and values as those of the preset do.
     """
-    if settings.model not in preset_names():
+    if not is_preset(settings.model):
         known = ", ".join(preset_names())
         raise ValueError(f"{settings.model!r} has the one width it was saved with; give a preset ({known})")
     config = preset_config(settings.model, **settings.model_overrides)

@@ -12,7 +12,7 @@ import torch
 
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
-from relinear.models import preset_config, preset_names
+from relinear.models import is_preset, preset_config
 from relinear.surgery.packed import packed_bytes
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
@@ -73,7 +73,7 @@ def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
     Raises:
         ValueError: if the model is unknown or cannot take the operators.
     """
-    on_meta = torch.device("meta") if settings.model in preset_names() else contextlib.nullcontext()
+    on_meta = torch.device("meta") if is_preset(settings.model) else contextlib.nullcontext()
     with on_meta, warnings.catch_warnings():  # of sizes that are only tried; what is trained warns of its own
         warnings.simplefilter("ignore")
         return build_model(settings, vocab_size)
@@ -255,7 +255,7 @@ def _scaled_config(config: OperatorConfig, shapes: list[tuple[int, int]], scale:
 
 def config_of_preset(settings: TrainSettings, name: str) -> Any:
     """Return the config of the model that an entry trains. Raises ValueError if it is not a preset."""
-    if settings.model not in preset_names():
+    if not is_preset(settings.model):
         raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
     return preset_config(settings.model, **settings.model_overrides)
 

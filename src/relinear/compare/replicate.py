@@ -27,7 +27,7 @@ from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap
 from relinear.compare.settings import CompareSettings
-from relinear.models import preset_config, preset_names
+from relinear.models import is_preset, preset_config
 from relinear.pages.blocks import Cell, Section, Text
 from relinear.pages.page import write_page
 from relinear.pages.records import read_values
@@ -252,7 +252,7 @@ def replicate_section(directory: str | Path) -> Section:
 
 def _width(entry: EntryResult) -> float | None:
     settings = entry["settings"]
-    if settings["model"] not in preset_names():
+    if not is_preset(settings["model"]):
         return None
     return preset_config(settings["model"], **settings["model_overrides"]).hidden_size
 

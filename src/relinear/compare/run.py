@@ -30,7 +30,7 @@ from relinear.data import PackedData, prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.deprecated import warn_renamed, with_new_columns
-from relinear.models import locate_model, preset_names
+from relinear.models import is_preset, locate_model
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
@@ -131,7 +131,7 @@ def _check_entries(recipe: CompareSettings) -> None:
     for name in recipe.entries:
         settings = recipe.settings_of(name)
         locate_model(settings.model)
-        if recipe.tunes_initializer(name) and settings.model not in preset_names():
+        if recipe.tunes_initializer(name) and not is_preset(settings.model):
             raise ValueError(
                 f"{name}: tune.initializer_range needs a preset, whose weights are drawn at random; "
                 f"{settings.model!r} is loaded with its weights"

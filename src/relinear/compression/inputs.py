@@ -15,6 +15,7 @@ from relinear.contract.input_checks import check_finite
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig
+from relinear.hf.config_record import check_not_quantized
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, max_positions, vocab_size_of
@@ -129,8 +130,7 @@ def fitted_window(settings: CompressSettings, model: Any) -> CompressSettings:
 def check_compressible(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder with all its weights that runs layer by layer, at this length."""
     kind = type(model).__name__
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        raise ValueError(f"{kind} is quantized; compress it in floating point, then quantize that")
+    check_not_quantized(model)
     if getattr(model, "peft_config", None):
         problem = "holds adapters of PEFT, which would be saved in the place of the compressed model"
         raise ValueError(f"{kind} {problem}: merge them first (merge_and_unload), or compress the model without them")

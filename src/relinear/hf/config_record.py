@@ -36,8 +36,7 @@ def check_not_quantized(model: Any) -> None:
         return
     method = _method(quantization)
     if method != METHOD and getattr(model, "is_quantized", True):
-        raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
-
+        raise ValueError(f"the model is quantized ({method}); dequantize it first by model.dequantize()")
 
 def record_in_config(config: Any) -> dict[str, Any] | None:
     """Return relinear's record in ``config.quantization_config``; None if there is none or another method's."""

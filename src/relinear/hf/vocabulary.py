@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from relinear.hf.model_config import text_config
+
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
     """Return the token embeddings of attached parts, whose attribute names are in ``token_table`` of the parts.
@@ -55,7 +57,7 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
 
 def max_positions(model: Any) -> int | None:
     """Return the maximum sequence length of ``model`` according to its config; None if there is no limit."""
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    positions = getattr(text_config(model), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 

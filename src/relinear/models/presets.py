@@ -112,8 +112,13 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
+def is_preset(name: Any) -> bool:
+    """Return whether ``name`` is that of a preset; ``locate_model`` also checks that it is not a directory, too."""
+    return isinstance(name, str) and name in _PRESETS
+
+
 def _preset(name: str) -> _Preset:
-    if not isinstance(name, str) or name not in _PRESETS:
+    if not is_preset(name):
         raise ValueError(f"unknown preset {quoted(name)}; {did_you_mean(str(name), _PRESETS)}")
     return _PRESETS[name]
 
@@ -215,9 +220,8 @@ def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "direc
         ValueError, FileNotFoundError, NotADirectoryError: as ``locate_checkpoint``, if it is none of these.
         ValueError: if it is a preset and also a directory with a model.
     """
-    known = preset_names() if presets else []
-    if not isinstance(name, str) or name not in known:
-        return locate_checkpoint(name, presets=known)
+    if not presets or not is_preset(name):
+        return locate_checkpoint(name, presets=preset_names() if presets else ())
     if isfile(Path(name, "config.json")):
         raise ValueError(f"{name!r} is a preset and a directory with a model: write ./{name}, or leave for the preset")
     return "preset"

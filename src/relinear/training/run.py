@@ -20,7 +20,7 @@ from relinear.data.tasks import RegressionTask, task_of
 from relinear.deprecated import overwriting
 from relinear.evaluate.losses import perplexity_of
 from relinear.hf.vocabulary import check_length_fits
-from relinear.models import draw_as_torch_, from_preset, locate_model, preset_names
+from relinear.models import draw_as_torch_, from_preset, is_preset, locate_model, preset_names
 from relinear.surgery import checkpoint
 from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, replace_
@@ -146,7 +146,8 @@ def _check_before_reading(settings: TrainSettings) -> None:
         settings.objective_config.check()
     if settings.bits is not None and rank_count() > 1:
         raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
-    if locate_model(settings.model) == "preset":
+    locate_model(settings.model)  # raises if there is no such model
+    if is_preset(settings.model):
         with torch.device("meta"):
             _check_memory(build_model(settings))
     else:
@@ -213,7 +214,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     model = _stock_model(settings, vocab_size)
     _check_model_matches_data(model, settings, vocab_size)
     ratio = width_ratio(model, settings)
-    if locate_model(settings.model) == "preset":
+    if is_preset(settings.model):
         scale_stock_(model, ratio, settings.model_init)
     if ratio != 1:
         check_readout(model, ratio)
@@ -229,7 +230,8 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
 
 def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     name = settings.model
-    if locate_model(name) == "preset":
+    locate_model(name)  # raises if there is no such model
+    if is_preset(name):
         overrides = {} if vocab_size is None else {"vocab_size": vocab_size}
         model = from_preset(name, **overrides | settings.model_overrides)
         if settings.model_init == "torch":
