@@ -38,6 +38,7 @@ def check_not_quantized(model: Any) -> None:
     if method != METHOD and getattr(model, "is_quantized", True):
         raise ValueError(f"the model is quantized ({method}); dequantize it first by model.dequantize()")
 
+
 def record_in_config(config: Any) -> dict[str, Any] | None:
     """Return relinear's record in ``config.quantization_config``; None if there is none or another method's."""
     return parse_record(getattr(config, "quantization_config", None))
