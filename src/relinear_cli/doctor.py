@@ -80,12 +80,13 @@ def _extras() -> Iterator[_Finding]:
 def _machine() -> Iterator[_Finding]:
     from relinear.kernels import triton
     from relinear.system.machine import describe_machine, fast_bfloat16
+    from relinear.system.text import gib
 
     facts = describe_machine()
     bfloat16 = "bfloat16 in hardware" if fast_bfloat16() else "bfloat16 is emulated: train in float32 here"
     extensions = ", ".join(facts["extensions"]) or "no vector extensions that relinear knows"
-    memory = facts["memory_bytes"] / 2**30
-    yield GOOD, "processor", f"{facts['processor']}, {facts['cores']} cores, {memory:.0f} GiB; {extensions}; {bfloat16}"
+    memory = gib(facts["memory_bytes"])
+    yield GOOD, "processor", f"{facts['processor']}, {facts['cores']} cores, {memory}; {extensions}; {bfloat16}"
     gpus = ", ".join(facts["gpus"])
     yield GOOD if gpus else LACKS, "GPU", gpus or "none that torch sees; everything runs on the processor"
     version = metadata.version("triton") if triton.HAS_TRITON else ""

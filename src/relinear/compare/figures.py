@@ -12,6 +12,7 @@ from typing import Any, Literal
 from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statistic, Trial, Tuning
 from relinear.pages.figures import GUIDE, Axis, Guide, Panel, Series, colors
 from relinear.system.grouped import grouped
+from relinear.system.text import number
 
 Colors = Mapping[str, str]
 
@@ -124,8 +125,8 @@ def speeds(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
         return []
     reference = next(iter(timed.values())).get("reference", "dense")
     shown = []
-    for mode, title, number in (("train", "training", 0), ("inference", "inference", 2)):
-        style: dict[str, Any] = {"number": number, "mode": "points", "size": 11, "hollow": number > 0, "legend": False}
+    for mode, title, marker in (("train", "training", 0), ("inference", "inference", 2)):
+        style: dict[str, Any] = {"number": marker, "mode": "points", "size": 11, "hollow": marker > 0, "legend": False}
         for name, speed in timed.items():
             ratio, rate = speed[f"{mode}_ratio"], speed[f"{mode}_tokens_per_second"]
             text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens per second"
@@ -190,7 +191,7 @@ def series(
         lines.append(dataclasses.replace(_line(mark, x, means, label, band), hollow=band is None))
         if by_bytes:
             bits.append(_line(mark, x, [e["bits"] or 0 for _, e in measured], name))
-    ticks = {float(row[axis]): _short(row[axis]) for row in rows}
+    ticks = {float(row[axis]): number(row[axis], ".3g") for row in rows}
     if by_bytes:
         bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
         side = Axis(title="bits of a weight", ticks={float(n): str(n) for n in range(2, 9)}, bounds=(1.8, 8.2))
@@ -249,11 +250,4 @@ def _token_axis(last: float) -> Axis:
     step = 10 ** math.floor(math.log10(max(last, 1))) / 2
     step *= next(factor for factor in (1, 2, 4, 10) if last / (step * factor) < 7)
     ticks = [step * i for i in range(int(last / step) + 1)]
-    return Axis(title="training tokens", ticks={tick: _short(tick) for tick in ticks}, bounds=(0, last))
-
-
-def _short(value: float) -> str:
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g}{unit}"
-    return f"{value:.3g}"
+    return Axis(title="training tokens", ticks={tick: number(tick, ".3g") for tick in ticks}, bounds=(0, last))

@@ -22,7 +22,7 @@ from relinear.compare.folder import seed_folder
 from relinear.compare.gaps import gap, gap_of_means
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
 from relinear.compare.replicate_fits import DECODER, FITS, SECOND, FitReplication
-from relinear.compare.report import number, read_results, results_section
+from relinear.compare.report import read_results, results_section
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap
@@ -33,6 +33,7 @@ from relinear.pages.page import write_page
 from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
+from relinear.system.text import number
 
 #: below the paper's budget: evaluations during training, and the fewest and the most validation tokens
 _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20

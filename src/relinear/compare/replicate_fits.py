@@ -18,7 +18,6 @@ from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import Execution, executor_at
 from relinear.compare.figures import loss_unit
 from relinear.compare.gaps import gap_of_means
-from relinear.compare.report import number
 from relinear.compare.requirements import training_requirements
 from relinear.compare.schema import Gap
 from relinear.data import DataSettings, iter_texts
@@ -37,6 +36,7 @@ from relinear.surgery.summary import summary
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import available_cores, on_threads
 from relinear.system.progress import Progress, ProgressCallback
+from relinear.system.text import number
 from relinear.system.timing import duration, seconds_of
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings

@@ -17,6 +17,7 @@ from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, what_ran
 from relinear.system.files import damaged_file_errors, read_json
+from relinear.system.text import gib, number
 from relinear.training.settings import TrainSettings
 
 REPORT = "report.html"
@@ -347,14 +348,6 @@ def _exponent_cell(fit: Mapping[str, Any] | None) -> Cell:
     return Cell(f"{fit['b']:.3f}{interval}", fit["b"])
 
 
-def number(value: float) -> str:
-    """Return a short form for tables: 62.53M, 1.20G, 0.035."""
-    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.2f}{unit}"
-    return f"{value:.3g}"
-
-
 def plus_minus(statistic: Statistic, digits: int = 3) -> str:
     """Return the mean and, over several seeds, the sample standard deviation."""
     mean = f"{statistic['mean']:.{digits}f}"
@@ -405,8 +398,3 @@ def series_table(results: Results) -> Table | None:
         losses = [f"{row['ngram']['validation_loss']:.3f}" for row in series_rows]
         rows.append(Row([f"{series_rows[-1]['ngram']['order']}-grams (loss)", *losses]))
     return Table([axis, *(number(row[axis]) for row in series_rows)], rows)
-
-
-def gib(value: float) -> str:
-    """Return bytes in MiB or GiB."""
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

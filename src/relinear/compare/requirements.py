@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from relinear.compare.entry import least_runs
 from relinear.compare.match import ModelSize, SizedEntry, measure_size, plan_comparison
-from relinear.compare.report import number
 from relinear.compare.run import runs_at_once
 from relinear.compare.series import recipes_of_series
 from relinear.compare.settings import CompareSettings
@@ -14,6 +13,7 @@ from relinear.compare.speed import seconds_per_token
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.system.grouped import grouped
+from relinear.system.text import number
 from relinear.system.timing import duration
 from relinear.training.settings import TrainSettings
 

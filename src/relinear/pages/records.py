@@ -6,6 +6,7 @@ from typing import Any
 
 from relinear.pages.blocks import Block, Facts, Text
 from relinear.system.files import read_json
+from relinear.system.text import gib
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
     facts = {"command": str(record["command"])} if record.get("command") else {}
     facts |= more or {}
     facts |= {
-        name.removesuffix("_bytes").replace("_", " "): in_words(name, value)
+        name.removesuffix("_bytes").replace("_", " "): _in_words(name, value)
         for name, value in (record.get("machine") or {}).items()
     }
     return [Text("What was run", heading=True), Facts(facts)] if facts else []
@@ -42,8 +43,8 @@ def about(record: Mapping[str, Any], *words: str | None) -> str:
     return " · ".join(map(str, filter(None, [*words, record.get("date")])))
 
 
-def in_words(name: str, value: Any) -> str:
+def _in_words(name: str, value: Any) -> str:
     """Return a value as text: in GiB if its name ends with "bytes", lists with commas."""
     if name.endswith("bytes") and isinstance(value, int | float):
-        return f"{value / 2**30:.2f} GiB"
+        return gib(value)
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -1,4 +1,4 @@
-"""Format text for messages: shortened values, aligned tables, what a setting must be."""
+"""Format text for messages and pages: shortened values, numbers, aligned tables, what a setting must be."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +8,19 @@ from typing import Any
 def shorten(text: str, limit: int = 400) -> str:
     """Return ``text``, without its middle if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2 - 4]} [...] {text[4 - limit // 2 :]}"
+
+
+def number(value: float, template: str = ".2f") -> str:
+    """Return a short form for tables: 62.53M, 1.20G, 0.035; with the template ".3g" 62.5M, 1.2G."""
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:{template}}{unit}"
+    return f"{value:.3g}"
+
+
+def gib(value: float) -> str:
+    """Return bytes of memory in MiB or GiB."""
+    return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
 def columns(rows: Sequence[Sequence[str]], left_aligned: int = 1) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 from relinear.pages.blocks import Block, Chart, Facts, Listing, Section, Text
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
-from relinear.pages.records import about, as_yaml, in_words, read_values, what_ran
+from relinear.pages.records import about, as_yaml, read_values, what_ran
+from relinear.system.text import gib
 from relinear.training.callbacks import read_metrics
 
 
@@ -40,7 +41,7 @@ def result_facts(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the numbers of a run's result as text, by name, auxiliary losses included."""
     numbers = {key: v for key, v in {**result, **result.get("aux", {})}.items() if type(v) in (int, float)}
     return {
-        name.removesuffix("_bytes").replace("_", " "): in_words(name, v) if name.endswith("_bytes") else f"{v:,.6g}"
+        name.removesuffix("_bytes").replace("_", " "): gib(v) if name.endswith("_bytes") else f"{v:,.6g}"
         for name, v in numbers.items()
     }
 

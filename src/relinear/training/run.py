@@ -29,6 +29,7 @@ from relinear.system.files import damaged_file_errors, read_json, tensor_digest
 from relinear.system.machine import is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
+from relinear.system.text import gib
 from relinear.training.callbacks import read_metrics
 from relinear.training.fitting import (
     FILES,
@@ -258,8 +259,8 @@ def _check_memory(model: Any) -> None:
     available = psutil.virtual_memory().total + psutil.swap_memory().total
     if not torch.cuda.is_available() and needed > available:
         raise ValueError(
-            f"training the model of {needed // 16:,} parameters takes {needed / 2**30:,.0f} GiB, and this machine has "
-            f"{available / 2**30:,.0f}; choose smaller sizes"
+            f"training the model of {needed // 16:,} parameters takes {gib(needed)}, and this machine has "
+            f"{gib(available)}; choose smaller sizes"
         )
 
 
