@@ -1,6 +1,7 @@
 """Fixtures that every test may use: seeds, tiny models, corpora and the real pretrained model where they are."""
 
 import gc
+import inspect
 import os
 import shutil
 from pathlib import Path
@@ -38,6 +39,26 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The names of the C++ kernels that were called, in order."""
+    from relinear.kernels.native import calls
+
+    names = []
+
+    def recorded(name, kernel):
+        def run(*arguments, **options):
+            names.append(name)
+            return kernel(*arguments, **options)
+
+        return run
+
+    for name, kernel in inspect.getmembers(calls, inspect.isfunction):
+        if kernel.__module__ == calls.__name__ and not name.startswith("_"):
+            monkeypatch.setattr(calls, name, recorded(name, kernel))
+    return names
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,7 +15,7 @@ from relinear.testing.conformance import assert_close, assert_same_gradients, bu
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch) -> None:
     """Small tensors take the implementations of large ones."""
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1)
 
 
 class TestOperators(OperatorConformance):

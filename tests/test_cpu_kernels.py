@@ -73,7 +73,7 @@ def test_a_step_keeps_little_more_than_a_dense_one(operator, dtype, monkeypatch)
 
 def test_ccl_in_bfloat16(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(implementations, "fast_bfloat16", lambda: True)
     results = ccl_results((torch.float64, torch.bfloat16), 24, 40)
     for exact, mine in zip(*results, strict=True):

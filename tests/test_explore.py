@@ -15,7 +15,7 @@ from relinear.data.tokenizers import byte_tokenizer
 from relinear.explore import units as units_module
 from relinear.explore.changes import effect, try_change
 from relinear.explore.page import static_page
-from relinear.explore.server import LARGEST_BODY, make_server
+from relinear.explore.server import MAX_BODY_BYTES, make_server
 from relinear.explore.subject import prepare_subject
 from relinear.explore.units import BINS, TOP, choose_hook_points, index_units, read_index, values_of
 from relinear_cli.main import main
@@ -179,7 +179,7 @@ def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
     model = make_tiny_llama().eval()
     with pytest.raises(ValueError, match=r"no hook point .* 'q_porj'"):
         choose_hook_points(model, ["q_porj"])
-    monkeypatch.setattr(units_module, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(units_module, "_MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="too many for one index"):
         choose_hook_points(model)
     monkeypatch.undo()
@@ -343,7 +343,7 @@ def test_the_server_answers(address, subject) -> None:
         (404, "GET", "/etc/passwd", None, {}),
         (404, "GET", "/../../etc/passwd", None, {}),
         (404, "POST", "/api/text", {}, {}),
-        (413, "POST", "/api/next", b"x" * (3 * LARGEST_BODY), {"Content-Type": "application/json"}),
+        (413, "POST", "/api/next", b"x" * (3 * MAX_BODY_BYTES), {"Content-Type": "application/json"}),
         (415, "POST", "/api/next", b"{}", {"Content-Type": "text/plain"}),
         (400, "POST", "/api/next", b"{", {"Content-Type": "application/json"}),
         (400, "POST", "/api/next", b"[" * 100_000, {"Content-Type": "application/json"}),

@@ -62,11 +62,11 @@ def test_every_twin_is_in_the_table() -> None:
 @pytest.fixture
 def any_size(monkeypatch) -> None:
     """Small tensors take the implementations of large ones."""
-    monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
-    monkeypatch.setattr(context_manager, "FEWEST_IN_PARTS", 1)
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
-    monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
-    monkeypatch.setattr(autograd, "FEWEST_RECOMPUTED", 1)
+    monkeypatch.setattr(pivoted_low_rank, "MIN_PERMUTED", 1)
+    monkeypatch.setattr(context_manager, "MIN_IN_PARTS", 1)
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(block_diagonal, "MIN_SLICED", 1)
+    monkeypatch.setattr(autograd, "MIN_RECOMPUTED", 1)
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.kind)

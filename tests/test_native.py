@@ -28,20 +28,17 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 @pytest.fixture
 def any_size(monkeypatch):
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
-    monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(block_diagonal, "MIN_SLICED", 1)
     if native.unsupported_reason(Call(torch.zeros(1))):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
 
 @pytest.fixture
-def few_rows(any_size, monkeypatch):
+def few_rows(any_size, kernel_calls, monkeypatch):
     """The kernels for a few rows at any size; a list of their calls."""
-    calls = []
-    kernels = native.kernels()
-    monkeypatch.setattr(native, "MOST_FEW_ROWS", {torch.float32: 8, torch.bfloat16: 8})
-    monkeypatch.setattr(native, "kernels", lambda: calls.append(1) or kernels)
-    return calls
+    monkeypatch.setattr(native, "MAX_ROWS_FUSED", {torch.float32: 8, torch.bfloat16: 8})
+    return kernel_calls
 
 
 def close(mine, exact, dtype, roundings=1):
@@ -103,17 +100,16 @@ def test_a_modulated_layer_keeps_no_gate_for_the_backward_pass(any_size):
 @pytest.mark.parametrize("leading", [(1,), (2, 3), ()])
 @pytest.mark.parametrize("settings", [{}, {"scalar": False}, {"learnable_alpha": False, "rank": 3}], ids=str)
 @torch.no_grad()
-def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monkeypatch):
+def test_modulated_layers_in_inference(settings, leading, dtype, any_size, kernel_calls):
     """One call for layer and gates: exact, and the layer's own bits where the gates are 1."""
     x = torch.randn(*leading, 24, dtype=dtype)
     module = relinear.Transponder(**settings).build(24, 40).to(dtype).eval()
     exact = copy.deepcopy(module).double()
     y = module(x)
     close(y, exact(x.double()), dtype)
-    reached, kernels = [], native.kernels()
-    monkeypatch.setattr(native, "kernels", lambda: reached.append(1) or kernels)
+    kernel_calls.clear()
     module(x)
-    assert reached
+    assert kernel_calls
     module.neutralize()
     assert torch.equal(module(x), module.base(x))
 
@@ -138,27 +134,19 @@ def test_a_traced_layer_computes_from_its_inputs(any_size):
     close(traced(x), layer(x), torch.float32)
 
 
-def test_training_on_few_tokens_keeps_to_one_form(any_size, monkeypatch):
+def test_training_on_few_tokens_keeps_to_one_form(any_size, kernel_calls, monkeypatch):
     """Whether kernels have been built must not change a run that goes on after a kill."""
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1 << 17)
-    monkeypatch.setattr(native, "kernels", lambda: pytest.fail("reached the kernels"))
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1 << 17)
     relinear.Transponder().build(24, 40)(torch.randn(3, 24)).sum().backward()
+    assert not kernel_calls
 
 
-def test_the_kernels_are_what_runs(any_size, monkeypatch):
+def test_the_kernels_are_what_runs(any_size, kernel_calls):
     """Modulated and CCL layers reach the kernels, forward and backward."""
-    reached = []
-
-    class Spy:
-        def __getattr__(self, name):
-            reached.append(name)
-            return getattr(native.calls, name)
-
-    monkeypatch.setattr(native, "kernels", Spy)
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
     with relinear.activations.context(torch.randn(37, 6)):
         relinear.CCL(rank=8, context_dim=6).build(24, 40)(torch.randn(37, 24)).sum().backward()
-    assert set(reached) == {"modulate", "modulate_backward", "gate", "gate_backward"}
+    assert set(kernel_calls) == {"modulate", "modulate_backward", "gate", "gate_backward"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,7 +238,7 @@ def test_a_few_rows_of_hdpl(settings, leading, inputs, outputs, bias, dtype, few
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", native.calls.BITS)
+@pytest.mark.parametrize("bits", native.calls.SUPPORTED_BITS)
 @torch.no_grad()
 def test_integers_are_read_as_they_are_packed(bits, dtype, few_rows):
     """Few rows and many, against double precision; groups of half a block, of blocks, and longer than a row."""
@@ -283,7 +271,7 @@ def rounded_to_bytes(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", native.calls.BITS)
+@pytest.mark.parametrize("bits", native.calls.SUPPORTED_BITS)
 @torch.no_grad()
 def test_integers_times_inputs_that_are_rounded_to_bytes(bits, dtype, few_rows):
     """Promised to stay, a few rows through integers are what rounding of inputs explains; elsewhere they are exact."""
@@ -321,7 +309,7 @@ def test_bytes_are_multiplied_alike_without_instructions_of_new_processors(proce
     monkeypatch.setattr(build, "library", lambda: loaded)
     native.calls._kernel.cache_clear()
     try:
-        for bits in native.calls.BITS:
+        for bits in native.calls.SUPPORTED_BITS:
             test_integers_times_inputs_that_are_rounded_to_bytes(bits, torch.float32, few_rows)
     finally:
         native.calls._kernel.cache_clear()
@@ -366,10 +354,10 @@ def test_codes_change_as_in_the_reference(moment, few_rows):
     moments = rounding.shrunk(x.T @ x / 90, 0.05), rounding.shrunk(g.T @ g / 200, 0.5) if moment else None
     start = rounding.round_to_nearest(weight, grid, 16)
     change = quantized.code_changer(weight)
-    assert few_rows
     mine, theirs = (
         rounding.coordinate_descent(weight, start, grid, 16, *moments, **k) for k in ({"change": change}, {})
     )
+    assert few_rows
     assert torch.equal(mine, theirs)
     assert not torch.equal(mine, start)
     assert quantized.code_changer(weight.double()) is rounding.change_codes
@@ -431,19 +419,17 @@ def whole_layers(few_rows, monkeypatch):
     """Names of the kernels that are called without asking about parameters again."""
     called = []
 
-    class Kernels:
-        def __getattr__(self, name):
-            run = getattr(native.calls, name)
+    def recorded(name, kernel):
+        def run(*parameters):
+            layer = kernel(*parameters)
             if sys._getframe(1).f_code.co_name != "prepare_few_rows":
-                return run
+                return layer
+            return lambda *given: called.append(name) or layer(*given)
 
-            def prepared(*parameters):
-                layer = run(*parameters)
-                return lambda *given: called.append(name) or layer(*given)
+        return run
 
-            return prepared
-
-    monkeypatch.setattr(native, "kernels", Kernels)
+    for name in ("modulated_layer", "hdpl_layer", "ccl_layer"):
+        monkeypatch.setattr(native.calls, name, recorded(name, getattr(native.calls, name)))
     return called
 
 
@@ -622,11 +608,11 @@ def test_sigmoid_of_extreme_numbers(any_size):
     logits = torch.tensor([[-1e38, -87.5, -30.0, -1e-8, 0.0, 1e-8, 30.0, 1e38, torch.inf, -torch.inf, torch.nan]])
     ones, zeros = torch.ones_like(logits), torch.zeros(logits.shape[1])
     out = torch.empty_like(logits)
-    native.kernels().gate(out, ones, logits, zeros)
+    native.calls.gate(out, ones, logits, zeros)
     torch.testing.assert_close(out, torch.sigmoid(logits), rtol=1e-6, atol=1e-37, equal_nan=True)
     near = torch.linspace(-90, 90, 20001)[None]
     out = torch.empty_like(near)
-    native.kernels().gate(out, torch.ones_like(near), near, torch.zeros(near.shape[1]))
+    native.calls.gate(out, torch.ones_like(near), near, torch.zeros(near.shape[1]))
     torch.testing.assert_close(out.double(), torch.sigmoid(near.double()), rtol=3e-7, atol=1e-37)
 
 
@@ -635,7 +621,7 @@ def test_bfloat16_is_rounded_to_nearest_and_keeps_what_is_not_a_number(any_size)
     values[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     logits = torch.zeros_like(values)
     out = torch.empty_like(values)
-    native.kernels().gate(out, values, logits, torch.full((4096,), 0.25).bfloat16())
+    native.calls.gate(out, values, logits, torch.full((4096,), 0.25).bfloat16())
     expected = (values.double() * torch.sigmoid(torch.tensor(0.25).double())).bfloat16()
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -652,13 +638,13 @@ def test_bfloat16_is_rounded_to_nearest_and_keeps_what_is_not_a_number(any_size)
 def test_wrong_tensors_are_refused(change, message, any_size):
     given = {"out": torch.empty(4, 5), "value": torch.zeros(4, 5), "logits": torch.zeros(4, 5), "bias": torch.zeros(5)}
     with pytest.raises(ValueError, match=message):
-        native.kernels().gate(*(given | change).values())
+        native.calls.gate(*(given | change).values())
 
 
 def test_small_and_other_tensors_take_torch_operations():
-    assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES - 1)))
-    assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, dtype=torch.float64)))
-    assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta")))
+    assert native.unsupported_reason(Call(torch.zeros(native.MIN_NATIVE_ENTRIES - 1)))
+    assert native.unsupported_reason(Call(torch.zeros(native.MIN_NATIVE_ENTRIES, dtype=torch.float64)))
+    assert native.unsupported_reason(Call(torch.zeros(native.MIN_NATIVE_ENTRIES, device="meta")))
 
 
 @pytest.fixture
@@ -673,7 +659,7 @@ def as_at_first_use(monkeypatch):
 
 
 def reason_for_large_tensors():
-    return native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES)))
+    return native.unsupported_reason(Call(torch.zeros(native.MIN_NATIVE_ENTRIES)))
 
 
 def test_a_broken_compiler_means_torch_operations_and_a_warning(as_at_first_use, tmp_path):

@@ -60,23 +60,15 @@ every_network = pytest.mark.parametrize(
 
 @pytest.fixture
 def any_size(monkeypatch):
-    monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
+    monkeypatch.setattr(native, "MIN_NETWORK_ENTRIES", 1)
     if native.unsupported_reason(Call(torch.zeros(1)), fewest=1):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
 
 @pytest.fixture
-def calls(any_size, monkeypatch):
+def calls(any_size, kernel_calls):
     """The names of kernels that were called."""
-    called, kernels = [], native.kernels()
-
-    class Spy:
-        def __getattr__(self, name):
-            called.append(name)
-            return getattr(kernels, name)
-
-    monkeypatch.setattr(native, "kernels", Spy)
-    return called
+    return kernel_calls
 
 
 def network(settings, inputs, outputs, dtype=torch.float32):
@@ -252,7 +244,7 @@ def test_autocast(calls):
 
 
 def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_form(calls, monkeypatch):
-    monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1 << 13)
+    monkeypatch.setattr(native, "MIN_NETWORK_ENTRIES", 1 << 13)
     module, x = network({}, 64, 64), torch.randn(3, 64)
     module(x).sum().backward()
     assert not calls
@@ -285,7 +277,7 @@ def test_what_the_kernel_refuses(change, message, any_size):
 
     def run():
         of_layers = native.calls.Network(64, *(given[name] for name in names), settings)
-        native.kernels().rotor_network(given["y"], given["x"], of_layers, None)
+        native.calls.rotor_network(given["y"], given["x"], of_layers, None)
 
     with pytest.raises(ValueError, match=message):
         run()

@@ -29,11 +29,11 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=["double", "singl
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
-    monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
-    monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
-    monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
-    monkeypatch.setattr(autograd, "FEWEST_RECOMPUTED", 1)
+    monkeypatch.setattr(pivoted_low_rank, "MIN_PERMUTED", 1)
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(native, "MIN_NETWORK_ENTRIES", 1)
+    monkeypatch.setattr(block_diagonal, "MIN_SLICED", 1)
+    monkeypatch.setattr(autograd, "MIN_RECOMPUTED", 1)
 
 
 def tensors_of(results) -> list[Tensor]:
@@ -107,7 +107,7 @@ def _first(arguments: list) -> list:
 
 @every_twin
 def test_an_ordinary_backward_pass_leaves_the_reference_alone(twin: KernelCase, monkeypatch) -> None:
-    monkeypatch.setattr(autograd, "FEWEST_RECOMPUTED", 1 << 17)
+    monkeypatch.setattr(autograd, "MIN_RECOMPUTED", 1 << 17)
     monkeypatch.setattr(autograd, "_gradients_of", lambda *given: pytest.fail("asked the reference"))
     for dtype in TOLERANCES:
         arguments, leaves = leaves_of(next(rows_of(twin, dtype)), dtype)

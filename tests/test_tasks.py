@@ -9,7 +9,7 @@ import torch
 
 import relinear
 from relinear.data import DataSettings, iter_texts, prepare_data
-from relinear.data.tasks import ArithmeticTask, MixtureSource, MixtureTask, RegressionTask, Samples, task_of
+from relinear.data.tasks import ArithmeticTask, MixtureTask, RegressionTask, Samples, TokenisedMixture, task_of
 from relinear.data.tokenizers import encode
 from relinear.training import train
 
@@ -94,7 +94,7 @@ def test_regression_may_share_features():
 def test_mixture_joins_two_documents():
     documents = [np.full(40, 1), np.full(50, 2), np.full(5, 3), np.full(60, 4)]
     task = MixtureTask(start=0.3, finish=0.6)
-    samples = Samples(MixtureSource(task, 32, (tuple(documents),)))
+    samples = Samples(TokenisedMixture(task, 32, (tuple(documents),)))
     cuts = set()
     for index in range(200):
         drawn = samples.draw(index)
@@ -106,12 +106,14 @@ def test_mixture_joins_two_documents():
         assert 3 not in parts[0] | parts[1]  # too short
         cuts.add(cut)
     assert cuts == set(range(10, 20))
-    assert len(Samples(MixtureSource(task.replace(single=True), 32, (tuple(documents),)))[0]["input_ids"].unique()) == 1
-    both = Samples(MixtureSource(task, 32, (tuple(documents[:2]), tuple(documents[3:]))))
+    assert (
+        len(Samples(TokenisedMixture(task.replace(single=True), 32, (tuple(documents),)))[0]["input_ids"].unique()) == 1
+    )
+    both = Samples(TokenisedMixture(task, 32, (tuple(documents[:2]), tuple(documents[3:]))))
     share = np.mean([4 in both.draw(index)["ids"][:5] for index in range(400)])
     assert 0.4 < share < 0.6  # a source of one document is as often drawn as one of two
     with pytest.raises(ValueError, match="two documents"):
-        MixtureSource(task, 32, (tuple(documents[:1]),))
+        TokenisedMixture(task, 32, (tuple(documents[:1]),))
 
 
 @pytest.mark.parametrize(

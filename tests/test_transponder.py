@@ -25,7 +25,7 @@ IDS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(3))
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
     """Small tensors take the forms of large ones."""
-    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(native, "MIN_NATIVE_ENTRIES", 1)
 
 
 def tensors(rank=R, dtype=torch.float64, tokens=(3, 5)):

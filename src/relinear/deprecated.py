@@ -143,11 +143,7 @@ def renamed_in_module(module: str, **names: Any) -> Callable[[str], Any]:
 #: class -> name of 0.2 of a method or attribute -> its name now
 _ATTRIBUTES_OF_0_2 = {
     "AttachmentConfig": {"for_part": "for_model"},
-    "AuxiliaryLossMixin": {
-        "aux_losses": "auxiliary_losses",
-        "note": "record_auxiliary",
-        "over_tokens": "reduce_over_tokens",
-    },
+    "AuxiliaryLossMixin": {"aux_losses": "auxiliary_losses", "note": "record_auxiliary"},
     "CCL": {"basis_gates": "basis_gate_count"},
     "CompressReport": {"left": "out_of_reach"},
     "Coordinates": {"spread": "ratio"},
@@ -163,10 +159,7 @@ _ATTRIBUTES_OF_0_2 = {
     "LatentOperator": {"_latent_tap": "_latent_hook"},
     "Operator": {
         "from_linear": "fit_to_linear_",
-        "fit_": "fit_to_weight_",
         "from_moments": "fit_to_calibration_",
-        "fit_to_calibration": "fit_to_calibration_",
-        "fit_moments_": "fit_to_statistics_",
         "wrong_values": "problem_with_values",
     },
     "OperatorConfig": {

@@ -12,7 +12,7 @@ RECORD = "analyze.json"
 # usual values of ``relinear analyze --out``: for a run, or for the models of a comparison
 _ANALYSIS_FOLDERS = (".", "analysis", "analysis/*", "runs/*/*/analysis", "budgets/*/runs/*/*/analysis")
 #: characters of numbers that a page shows; longer ones are only in the analysis's file
-_LARGEST_LISTING = 20_000
+_MAX_LISTING = 20_000
 
 
 def analyses_blocks(directory: Path) -> list[Block]:
@@ -55,6 +55,6 @@ def _analysis(folder: Path, name: str, relative_folder: str) -> Sequence[Block]:
     blocks: list[Block] = [Text(f"Analysis: {title}{suffix}", heading=True), Text(module.HOW_TO_READ)]
     blocks += module.blocks(read_values(path))
     text = path.read_text(encoding="utf-8")
-    if len(text) <= _LARGEST_LISTING:
+    if len(text) <= _MAX_LISTING:
         blocks.append(Listing(f"{title}: numbers", text))
     return blocks

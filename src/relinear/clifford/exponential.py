@@ -23,8 +23,8 @@ from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 SERIES_TERMS = 16
 # Below these sizes the gradient of torch's matrix exponential is faster than the one written here.
-SMALLEST_BY_HAND = 6
-FEWEST_ENTRIES = 1024
+MIN_BY_HAND = 6
+MIN_ENTRIES = 1024
 
 
 def _series() -> np.ndarray:
@@ -176,7 +176,7 @@ def represented_exp(beta: Tensor, table: Callable[[int, int], np.ndarray], side:
     n = bivector_dimension(beta)
     generators = device_table(table, (n, side), beta, beta.dtype)
     entries = beta.shape[:-1].numel() * generators.shape[-1] ** 2
-    if n < SMALLEST_BY_HAND or entries < FEWEST_ENTRIES or not _has_gradient(beta):
+    if n < MIN_BY_HAND or entries < MIN_ENTRIES or not _has_gradient(beta):
         return _represented(beta, generators)
     return _differentiable(beta, generators)
 
@@ -209,7 +209,7 @@ def exp(beta: Tensor) -> Tensor:
         rotor = _one_plane(exact, n)
     elif n == 4 and not beta.is_complex():
         rotor = _two_halves(exact)
-    elif n < SMALLEST_BY_HAND or not _has_gradient(exact):
+    elif n < MIN_BY_HAND or not _has_gradient(exact):
         rotor = _by_matrices(exact)
     else:
         rotor = _differentiable(exact, None)

@@ -18,7 +18,7 @@ from relinear.clifford.blades import blade_masks, grades, multivector_dimension
 from relinear.clifford.matrices import from_matrix, to_matrix
 from relinear.clifford.tables import compute_dtype, device_table
 
-LARGEST_TABLE = 4
+MAX_TABLE = 4
 
 
 def _table(n: int) -> np.ndarray:
@@ -54,7 +54,7 @@ def _by_table(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
 
 def _product(first: Tensor, *factors: Tensor) -> Tensor:
     n = multivector_dimension(first)
-    if n <= LARGEST_TABLE:
+    if n <= MAX_TABLE:
         table = device_table(_table, n, first, first.dtype)
         return functools.reduce(lambda a, b: _by_table(a, b, table), factors, first)
     x = from_matrix(functools.reduce(torch.matmul, map(to_matrix, (first, *factors))))

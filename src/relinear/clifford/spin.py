@@ -30,7 +30,7 @@ from relinear.clifford.pauli_strings import hadamard, string_signs, strings_from
 from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 # From this dimension on, factors are computed faster from the rotor's blades, whose exponentials have smaller matrices.
-SMALLEST_BY_BLADES = 12
+MIN_BY_BLADES = 12
 
 LEFT, RIGHT = 0, 1
 
@@ -311,7 +311,7 @@ def _bivector_factors(n: int, side: int) -> np.ndarray:
 
 def _factor(beta: Tensor, side: int) -> Tensor:
     beta = beta.to(compute_dtype(beta.dtype))
-    if bivector_dimension(beta) < SMALLEST_BY_BLADES:
+    if bivector_dimension(beta) < MIN_BY_BLADES:
         # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
         return represented_exp(beta, _bivector_factors, side)
     multiplication, beta = (right_multiplication, -beta) if side else (left_multiplication, beta)

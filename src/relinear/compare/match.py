@@ -21,7 +21,7 @@ from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
 # largest factor by which operators, and widths, grow or shrink in the search
-_LARGEST_FACTOR = 4096.0
+_MAX_FACTOR = 4096.0
 _WIDTH_FACTOR = 8
 
 
@@ -157,9 +157,9 @@ class _SizeSearch:
             return self._size(self.settings.replace(operators=operators))
 
         low = high = 1.0
-        while size_at(low) > self.target and low > 1 / _LARGEST_FACTOR:
+        while size_at(low) > self.target and low > 1 / _MAX_FACTOR:
             low /= 2
-        while size_at(high) < self.target and high < _LARGEST_FACTOR:
+        while size_at(high) < self.target and high < _MAX_FACTOR:
             high *= 2
         for _ in range(24):  # beyond this, no rank below a million differs
             middle = math.sqrt(low * high)

@@ -258,7 +258,7 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
 
 
 #: beyond this the counts outgrow the memory of the machines that budgets of this size are trained on
-_MOST_TOKENS = 100_000_000
+_MAX_TOKENS = 100_000_000
 
 
 def count_ngrams(recipe: CompareSettings, data: PackedData) -> schema.Ngram:
@@ -278,7 +278,7 @@ def count_ngrams(recipe: CompareSettings, data: PackedData) -> schema.Ngram:
     assert data.vocab_size is not None, "tasks of vectors have no n-grams"
     length = train.sequence_length
     count = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))
-    count = max(1, min(count, _MOST_TOKENS // length))
+    count = max(1, min(count, _MAX_TOKENS // length))
     indices = np.sort(np.fromiter(SteadySampler(len(train), count, recipe.seeds[0]), dtype=np.int64))
     blocks = np.asarray(train.tokens[: len(train) * length]).reshape(-1, length)[indices]
     order = min(recipe.ngram_order or 1, length)

@@ -26,9 +26,9 @@ from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import iter_documents
 
 #: documents read for each block of calibration, if there are so many; and the most characters
-DOCUMENTS_PER_BLOCK, MOST_CHARACTERS = 4, 2**26
+DOCUMENTS_PER_BLOCK, MAX_CHARACTERS = 4, 2**26
 #: windows and documents to evaluate on
-LEAST_WINDOWS, LEAST_DOCUMENTS = 30, 6
+MIN_WINDOWS, MIN_DOCUMENTS = 30, 6
 #: the kind of text that the model writes itself, as ``Excerpt.corpus``
 SAMPLED = "sampled"
 #: texts that the model writes at a time
@@ -95,9 +95,9 @@ class CompressionData:
         elif shared := {e[:2] for e in self.evaluation_excerpts} & {e[:2] for e in self.excerpts}:
             remarks.append(f"documents that both calibrate and evaluate, by different parts: {len(shared)}")
         windows, documents = len(self.evaluation_excerpts), len({e[:2] for e in self.evaluation_excerpts})
-        if windows < LEAST_WINDOWS or documents < LEAST_DOCUMENTS:
+        if windows < MIN_WINDOWS or documents < MIN_DOCUMENTS:
             count = f"{windows} window{'s' * (windows != 1)} of {documents} document{'s' * (documents != 1)}"
-            needed = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
+            needed = f"{MIN_WINDOWS} windows of {MIN_DOCUMENTS} documents"
             remarks.append(f"evaluated on {count}; intervals need {needed}")
         return remarks
 
@@ -143,13 +143,13 @@ class Documents:
 
         The first documents depend on ``blocks`` alone, so that the same text calibrates whatever else is asked for.
         """
-        self._read_until(blocks, max(DOCUMENTS_PER_BLOCK * blocks, 4 * LEAST_DOCUMENTS))
+        self._read_until(blocks, max(DOCUMENTS_PER_BLOCK * blocks, 4 * MIN_DOCUMENTS))
         self.first = len(self.texts)
         self._read_until(count, 0)
 
     def _read_until(self, blocks: int, documents: int) -> None:
         characters = blocks * self.length * 2 * CHARACTERS_PER_TOKEN
-        while self.size < characters or (self.size < MOST_CHARACTERS and len(self.texts) < documents):
+        while self.size < characters or (self.size < MAX_CHARACTERS and len(self.texts) < documents):
             if (item := next(self.items, None)) is None:
                 return
             if not self.texts and isinstance(item, str):  # token ids are used unchanged

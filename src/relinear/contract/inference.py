@@ -207,7 +207,10 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
 @contextlib.contextmanager
 def caching_for_inference(model: nn.Module) -> Iterator[None]:
-    """Cache as ``for_inference_`` does within the block; leave modes and existing caches alone."""
+    """Let layers cache within the block, without the rounding and fused kernels of ``for_inference_``.
+
+    Modes and existing caches stay.
+    """
     fresh = [module for module in _caching_modules(model) if module.parameter_cache is None]
     for module in fresh:
         module.set_caching(True)

@@ -32,7 +32,9 @@ SPLITS = ("train", "validation", "test", "all")
 
 
 def open_corpus(settings: DataSettings) -> Corpus:
-    """Return the corpus of ``settings``, without reading it.
+    """Return the corpus of ``settings``.
+
+    Hub data and folders with configurations are loaded here, other files on first use.
 
     Raises:
         ValueError: if it does not exist or has no text; the message says what was tried.

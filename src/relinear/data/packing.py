@@ -13,7 +13,15 @@ from torch.utils.data import Dataset
 
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
-from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, MixtureSource, MixtureTask, Samples, Task, task_of
+from relinear.data.tasks import (
+    TRAINING_SAMPLES,
+    VALIDATION_SAMPLES,
+    MixtureTask,
+    Samples,
+    Task,
+    TokenisedMixture,
+    task_of,
+)
 from relinear.data.tokenizers import (
     bpe_size,
     encode_documents,
@@ -179,7 +187,7 @@ def _with_description(
 
 def _task_data(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
     """Return the samples of a task; those of a mixture are drawn from the tokenised documents of its sources."""
-    samples: dict[str, Any] = {"train": task, "validation": task}
+    tasks_by_split: dict[str, Any] = {"train": task, "validation": task}
     if isinstance(task, MixtureTask):
         if len(task.sources) > 1 and bpe_size(settings.tokenizer) is not None:
             raise ValueError(
@@ -187,15 +195,15 @@ def _task_data(task: Task, settings: DataSettings, on_progress: ProgressCallback
             )
         parts = [prepare_data(settings.replace(data=name), on_progress=on_progress) for name in task.sources]
         tokenizer = parts[0].tokenizer
-        for split in samples:
+        for split in tasks_by_split:
             documents = (_split_documents(getattr(source, split).tokens, separator_id(tokenizer)) for source in parts)
-            samples[split] = MixtureSource(task, settings.sequence_length, tuple(documents))
+            tasks_by_split[split] = TokenisedMixture(task, settings.sequence_length, tuple(documents))
     else:
         tokenizer = None if settings.tokenizer == "none" else load_tokenizer(settings.tokenizer)
     length, limit = settings.sequence_length, settings.max_validation_tokens
     sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES if limit is None else max(1, limit // length)}
     counts = {split: {"samples": size, "tokens": size * length} for split, size in sizes.items()}
-    splits = (Samples(source, sizes[split], settings.seed, split) for split, source in samples.items())
+    splits = (Samples(task, sizes[split], settings.seed, split) for split, task in tasks_by_split.items())
     return _with_description(settings, splits, tokenizer, counts)
 
 

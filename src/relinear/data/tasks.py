@@ -189,10 +189,10 @@ class ArithmeticTask(Task):
             tasks.append("|".join(self.example(x, y, int(a * x + b * y)) for x, y in pairs) + "#")
         return "".join(tasks)
 
-    def example(self, a: int, b: int, c: int) -> str:
+    def example(self, x: int, y: int, answer: int) -> str:
         """Return one example in the task's format."""
         d = self.digits
-        return f"{a:0{d}d}*{b:0{d}d}={'-' if c < 0 else '+'}{abs(c):0{d + 2}d}"
+        return f"{x:0{d}d}*{y:0{d}d}={'-' if answer < 0 else '+'}{abs(answer):0{d + 2}d}"
 
     def answer_mask(self) -> Tensor:
         """Return (T,), True at the tokens after "=" in each example: the sign and the digits."""
@@ -295,7 +295,7 @@ class MixtureTask(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtureSource:
+class TokenisedMixture:
     """Draw the samples of a ``MixtureTask`` from tokenised documents.
 
     Attributes:

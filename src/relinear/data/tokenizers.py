@@ -16,9 +16,9 @@ from relinear.hf.model_source import exists
 from relinear.system.text import shorten
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-_SMALLEST_BPE = 256 + 2
+_MIN_BPE = 256 + 2
 #: limited because a table of this size is allocated before any text is read
-_LARGEST_BPE = 10_000_000
+_MAX_BPE = 10_000_000
 #: characters that byte-pair encoding is trained on; with more, merges hardly change and time grows
 _TRAINING_CHARACTERS = 12_000_000
 #: characters per call of the tokenizer: enough to use its threads, few enough for memory
@@ -30,10 +30,8 @@ def bpe_size(name: str) -> int | None:
     if not name.startswith("bpe:"):
         return None
     number = name.removeprefix("bpe:").replace("_", "")
-    if not number.isdecimal() or len(number) > 8 or not _SMALLEST_BPE <= int(number) <= _LARGEST_BPE:
-        raise ValueError(
-            f"{name!r}: N of bpe:N is at least {_SMALLEST_BPE} and at most {_LARGEST_BPE:,}, for instance bpe:8000"
-        )
+    if not number.isdecimal() or len(number) > 8 or not _MIN_BPE <= int(number) <= _MAX_BPE:
+        raise ValueError(f"{name!r}: N of bpe:N is at least {_MIN_BPE} and at most {_MAX_BPE:,}, for instance bpe:8000")
     return int(number)
 
 
@@ -172,7 +170,7 @@ def expected_vocabulary(name: str) -> int | None:
 
 def _is_byte_tokenizer(tokenizer: Any) -> bool:
     vocabulary = tokenizer.get_vocab()
-    return len(vocabulary) == _SMALLEST_BPE and vocabulary.get("Ā") == 0 and vocabulary.get(END) == 256
+    return len(vocabulary) == _MIN_BPE and vocabulary.get("Ā") == 0 and vocabulary.get(END) == 256
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from relinear.explore.subject import SHOWN, ExploredModel
 from relinear.explore.units import values_of
 
 #: the most tokens to generate after a text
-MOST_NEW_TOKENS = 100
+MAX_NEW_TOKENS = 100
 #: number of texts on which a unit's effect is measured
 EFFECT_TEXTS = 5
 #: name of a change -> the intervention and its argument
@@ -66,7 +66,7 @@ def try_change(
     unit: int,
     action: str,
     value: StrictFloat,
-    new: Annotated[int, Field(ge=0, le=MOST_NEW_TOKENS)] = 30,
+    new: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] = 30,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return the effect of a change of a unit on the next token and on ``new`` tokens, compared with a control.

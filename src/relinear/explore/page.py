@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.explore.changes import ACTIONS, MOST_NEW_TOKENS, effect
+from relinear.explore.changes import ACTIONS, MAX_NEW_TOKENS, effect
 from relinear.explore.subject import ExploredModel
 from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
@@ -68,7 +68,7 @@ def policy_of(page: str) -> str:
 
 def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[str, Any]) -> str:
     title = " and ".join(str(overview["path"]) for overview in overviews)
-    whole = {"actions": list(ACTIONS), "most_new_tokens": MOST_NEW_TOKENS, **data}
+    whole = {"actions": list(ACTIONS), "most_new_tokens": MAX_NEW_TOKENS, **data}
     return render([Section(title, "explore", [Part(_TEMPLATE, {"how": help_text, "data": whole})])])
 
 

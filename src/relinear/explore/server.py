@@ -22,7 +22,7 @@ from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import ExploredModel
 
 #: the most bytes of a request
-LARGEST_BODY = 1 << 20
+MAX_BODY_BYTES = 1 << 20
 
 
 def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[ExploredModel]) -> Any:
@@ -129,9 +129,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise _RequestError(415, "send JSON: Content-Type application/json")
         length = int(self.headers.get("Content-Length", 0))
-        if length > LARGEST_BODY:
-            self.rfile.read(min(length, 8 * LARGEST_BODY))  # a client reads the answer only after it has sent all
-            raise _RequestError(413, f"a request has at most {LARGEST_BODY:,} bytes")
+        if length > MAX_BODY_BYTES:
+            self.rfile.read(min(length, 8 * MAX_BODY_BYTES))  # a client reads the answer only after it has sent all
+            raise _RequestError(413, f"a request has at most {MAX_BODY_BYTES:,} bytes")
         try:
             values = json.loads(self.rfile.read(length))
             json.dumps(values, ensure_ascii=False).encode()

@@ -27,9 +27,9 @@ from relinear.system.private_cache import cache_folder, check_all_private, check
 from relinear.system.progress import ProgressCallback, no_progress
 
 #: the most tokens of a typed text
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 #: the most units that a search returns
-MOST_FOUND = 50
+MAX_FOUND = 50
 #: how many tokens of a distribution the page shows
 SHOWN = 10
 
@@ -79,7 +79,7 @@ class ExploredModel:
         if not ids:
             raise ValueError("type some text first")
         ids = [*text_start(self.tokenizer), *ids]
-        room = min(MOST_TOKENS, (max_positions(self.model) or MOST_TOKENS + new) - new)
+        room = min(MAX_TOKENS, (max_positions(self.model) or MAX_TOKENS + new) - new)
         if len(ids) > room:
             raise ValueError(f"the text has {len(ids):,} tokens, there is room for {room:,}; shorten it")
         return torch.tensor(ids)
@@ -147,7 +147,7 @@ class ExploredModel:
         known = highest[highest >= 0].unique()
         hits = [token for token in known.tolist() if query_text in self.token_text(token).lower()]
         counts = torch.isin(highest, torch.tensor(hits, dtype=torch.long)).sum(1)
-        best = counts.sort(descending=True, stable=True).indices[:MOST_FOUND].tolist()
+        best = counts.sort(descending=True, stable=True).indices[:MAX_FOUND].tolist()
         rows: list[dict[str, Any]] = []
         for row in best:
             if counts[row]:

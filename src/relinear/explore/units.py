@@ -32,7 +32,7 @@ FORMAT = 1
 #: texts in a forward pass
 BATCH = 8
 #: bytes of a unit in the index, and the most bytes of an index
-_BYTES, _MOST_BYTES = 4 * (6 * TOP + BINS + 6), 1 << 30
+_BYTES, _MAX_BYTES = 4 * (6 * TOP + BINS + 6), 1 << 30
 
 
 def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, HookPoint]:
@@ -59,7 +59,7 @@ def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[s
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no units: no latent, no gate and no layer with a linear map")
     units = sum(point.size for point in chosen.values())
-    if units * _BYTES > _MOST_BYTES:
+    if units * _BYTES > _MAX_BYTES:
         raise ValueError(f"{units:,} units are too many for one index; name some, such as {next(iter(chosen))!r}")
     return chosen
 

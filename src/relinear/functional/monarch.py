@@ -9,10 +9,10 @@ from relinear.functional.block_diagonal import block_diagonal, zero_padded
 
 
 def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
-    """Return y = P L P^T R x + bias (Definition 3.1, for any sizes); permutation P swaps block and position.
+    """Return y = permute(left permute(right x)) + bias (Definition 3.1, any sizes); permute swaps block and position.
 
-    The matrix's entry for output s K + l and input k P + p is sum_r L[l, s, k R + r] R[k, l R + r, p], so sub-block
-    (l, k) has rank R. The input is padded with zeros to K P, the output truncated to ``out_features``.
+    The matrix's entry for output s K + l and input k P + p is sum_r left[l, s, k R + r] right[k, l R + r, p], so
+    sub-block (l, k) has rank R. The input is padded with zeros to K P, the output truncated to ``out_features``.
 
     Args:
         x: (..., I).

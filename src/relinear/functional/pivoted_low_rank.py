@@ -12,7 +12,7 @@ from torch import Tensor
 from relinear.clifford.tables import take_last
 
 #: entries of a pivoted basis stay below this in magnitude, so that rounding errors stay small
-LARGEST_PIVOTED = 1.05
+MAX_PIVOTED_ENTRY = 1.05
 
 
 def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     With R columns D_S of ``down``, the product is (up D_S) (D_S^(-1) down). Its second factor contains an identity,
     which is neither stored nor multiplied by. S is initialised as the pivots of an LU decomposition. Columns are then
-    exchanged until no entry of ``mix`` exceeds ``LARGEST_PIVOTED``; each exchange increases |det D_S|, so this ends.
+    exchanged until no entry of ``mix`` exceeds ``MAX_PIVOTED_ENTRY``; each exchange increases |det D_S|, so this ends.
 
     Args:
         down: (R, I) with R at most I.
@@ -58,7 +58,7 @@ def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     while mix.numel():
         row, column = divmod(int(mix.abs().argmax()), rank)
         pivot = mix[row, column].clone()
-        if pivot.abs() <= LARGEST_PIVOTED:
+        if pivot.abs() <= MAX_PIVOTED_ENTRY:
             break
         change = mix[row].clone()
         change[column] -= 1

@@ -24,7 +24,7 @@ BACKWARD_PORTION = 1 << 22
 ROWS = 64
 
 #: elements of x from which intermediate results are recomputed instead of saved
-FEWEST_RECOMPUTED = 1 << 17
+MIN_RECOMPUTED = 1 << 17
 
 
 def autocasted(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
@@ -172,7 +172,7 @@ def recomputed(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
 
     This is for cheap functions with large intermediate results; their matrix products are computed twice.
     """
-    if x.numel() < FEWEST_RECOMPUTED or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if x.numel() < MIN_RECOMPUTED or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function(x, *arguments)
     if is_transformed(x) or x.device.type == "meta":
         return function(x, *arguments)

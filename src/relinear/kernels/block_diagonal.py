@@ -12,12 +12,12 @@ from torch import Tensor
 from relinear.kernels.implementations import Call
 
 #: elements of x from which avoiding copies saves more than the calls per block cost
-FEWEST_SLICED = 1 << 17
+MIN_SLICED = 1 << 17
 
 
 def slices_unsupported(call: Call) -> str:
     """Return why block-diagonal products of x, the first argument, do not run on slices; "" if they do."""
-    if call.size < FEWEST_SLICED:
+    if call.size < MIN_SLICED:
         return "too few numbers"
     return call.opaque or ("" if call.plain else "no plain tensor on a CPU")
 

@@ -19,13 +19,13 @@ from relinear.kernels.autograd import with_backward
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_traced, is_transformed
 
-LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
+MAX_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
 
 def _factors(power: int) -> list[int]:
     """Factor ``power`` into powers of two, as few and as equal as possible."""
     bits = power.bit_length() - 1
-    most = LARGEST_FACTOR.bit_length() - 1
+    most = MAX_FACTOR.bit_length() - 1
     count = max(1, -(-bits // most))
     return [1 << (bits // count + (index < bits % count)) for index in range(count)]
 

@@ -75,7 +75,7 @@ def prepare_few_rows(
     if native.few_rows_unsupported(x, *trunk, *parameters):
         return None
     log_choice("ccl", "C++ for a few rows, prepared", shape_of(x), {})
-    layer = native.kernels().ccl_layer(width, trunk, *parameters, gate_bias, EPS)
+    layer = native.calls.ccl_layer(width, trunk, *parameters, gate_bias, EPS)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
         if context is None:
@@ -90,7 +90,7 @@ def prepare_few_rows(
 def _gates_unsupported(call: Call) -> str:
     if call.x.shape[:-1] != call.arguments[3].shape[:-1]:
         return "a context that several sequences share"
-    fewest = native.FEWEST_NATIVE_ENTRIES * (LARGER_IN_TRAINING if call.grad else 1)
+    fewest = native.MIN_NATIVE_ENTRIES * (LARGER_IN_TRAINING if call.grad else 1)
     return native.unsupported_reason(call, fewest, size=call.rows * call.arguments[1].shape[0])
 
 
@@ -116,7 +116,7 @@ def _forward(h, mix, bias, features, weight, offset) -> Tensor:
     y = h.new_empty(h.shape[0], mix.shape[0])
     offset = offset.contiguous()
     for rows in row_portions(y):
-        native.kernels().gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), offset)
+        native.calls.gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), offset)
     return y
 
 
@@ -142,7 +142,7 @@ class _GatedLinear(torch.autograd.Function):
             upstream, to_logits = grad[rows].contiguous(), F.linear(features[rows], weight)
             to_value = torch.empty_like(upstream)
             # gradients overwrite the logits
-            native.kernels().gate_backward(to_value, to_logits, to_biases, y[rows], upstream, offset.contiguous())
+            native.calls.gate_backward(to_value, to_logits, to_biases, y[rows], upstream, offset.contiguous())
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
             add_product(to_mix, to_value.T, h[rows], rows.start == 0)

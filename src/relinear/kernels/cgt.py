@@ -9,11 +9,11 @@ from relinear.kernels import triton
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: columns M R that the Triton kernel can hold in one tile
-MOST_COLUMNS_ON_CHIP = 128
+MAX_COLUMNS_ON_CHIP = 128
 
 
 def _triton_unsupported(call: Call) -> str:
-    if call.arguments[4].numel() > MOST_COLUMNS_ON_CHIP:
+    if call.arguments[4].numel() > MAX_COLUMNS_ON_CHIP:
         return "too many columns"
     return triton.unsupported_reason(call, "cgt", 5, lambda call: call.x.shape[-1], training=False)
 

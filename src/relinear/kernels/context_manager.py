@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 #: most tokens for which a model exported with a dynamic length works (it raises an error for more)
-LONGEST_EXPORTED = 1 << 17
+MAX_EXPORTED_TOKENS = 1 << 17
 #: tokens in a part; all parts of a sequence are computed at once, token by token
 _PART = 8
 #: elements B T D from which parts are faster: a pass over memory then takes longer than a call
-FEWEST_IN_PARTS = 1 << 15
+MIN_IN_PARTS = 1 << 15
 # torch 2.6 cannot distinguish an export from a compilation, so ``_exported`` runs in both
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
@@ -25,7 +25,7 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     tokens = value.shape[1]
     if _is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
         return _exported(decay, value, state)
-    if torch.compiler.is_compiling() or tokens <= _PART or value.numel() < FEWEST_IN_PARTS:
+    if torch.compiler.is_compiling() or tokens <= _PART or value.numel() < MIN_IN_PARTS:
         return _by_doubling(decay, value, state)
     return _by_parts(decay, value, state)
 
@@ -71,11 +71,11 @@ def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 
 def _exported(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     """Compute the recurrence in a fixed number of steps, so that the exported graph runs for any number of tokens."""
-    torch._check(value.shape[1] <= LONGEST_EXPORTED)
+    torch._check(value.shape[1] <= MAX_EXPORTED_TOKENS)
     decay = decay.expand_as(value)
     position = torch.arange(value.shape[1], device=value.device).unsqueeze(-1)
     total = torch.where(position == 0, value + decay * state[:, None], value)
-    for step in (1 << k for k in range(LONGEST_EXPORTED.bit_length() - 1)):
+    for step in (1 << k for k in range(MAX_EXPORTED_TOKENS.bit_length() - 1)):
         source = (position - step).clamp(min=0).squeeze(-1)
         total = total + decay * torch.where(position >= step, total.index_select(1, source), 0.0)
         decay = decay * torch.where(position >= step, decay.index_select(1, source), 1.0)

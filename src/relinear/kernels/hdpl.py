@@ -34,7 +34,7 @@ def _few_rows_unsupported(call: Call) -> str:
 
 
 def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> HDPLOutput:
-    y, z = native.kernels().hdpl_layer(blocks, mu_weight, mu_bias, decoder, bias)(x, True)
+    y, z = native.calls.hdpl_layer(blocks, mu_weight, mu_bias, decoder, bias)(x, True)
     return HDPLOutput(y, z, z, None)
 
 
@@ -68,7 +68,7 @@ def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor]
     """
     if native.few_rows_unsupported(x, *parameters):
         return None
-    layer = native.kernels().hdpl_layer(*parameters)
+    layer = native.calls.hdpl_layer(*parameters)
     log_choice("hdpl", "C++ for a few rows, prepared", shape_of(x), {})
     return lambda x: layer(x, False)[0]
 

@@ -11,7 +11,7 @@ from relinear.kernels.autograd import with_backward
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: elements of x from which gathering is faster than the scattered sum
-FEWEST_PERMUTED = 1 << 12
+MIN_PERMUTED = 1 << 12
 
 
 def _latent(x: Tensor, order: Tensor, mix: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _gathered_latent(ctx, grad):
 def _unsupported(call: Call) -> str:
     if not (call.grad and call.x.requires_grad):
         return "no gradient for the inputs"
-    return call.opaque or ("too few numbers" if call.size < FEWEST_PERMUTED else "")
+    return call.opaque or ("too few numbers" if call.size < MIN_PERMUTED else "")
 
 
 def _gathered(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:

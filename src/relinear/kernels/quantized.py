@@ -21,7 +21,7 @@ _HALF = reference.BLOCK // 2
 def unsupported_reason(call: Call) -> str:
     """Return why C++ does not run a call of ``quantized``; "" if it does."""
     x, packed, scales, zeros, bits, group, bias = call.arguments
-    if bits not in native.calls.BITS:
+    if bits not in native.calls.SUPPORTED_BITS:
         return f"{bits} bits"
     if x.shape[-1] % reference.BLOCK or group % _HALF:
         return f"inputs are not a multiple of {reference.BLOCK}, or a group's of {_HALF}"
@@ -32,11 +32,11 @@ def unsupported_reason(call: Call) -> str:
     for t in (packed, scales, zeros, bias):
         if t is not None and not (type(t) in PLAIN and t.is_cpu and t.is_contiguous()):
             return "no plain parameters on a CPU"
-    return native.unsupported_reason(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
+    return native.unsupported_reason(call, fewest=1, may_build=packed.numel() >= native.MIN_NATIVE_ENTRIES)
 
 
 def _compiled(x: Tensor, *arguments) -> Tensor:
-    return native.kernels().quantized_layer(x.shape[-1], *arguments)(x)
+    return native.calls.quantized_layer(x.shape[-1], *arguments)(x)
 
 
 quantized = dispatch(Implementation("C++", unsupported_reason, _compiled), otherwise="reference")(reference.quantized)
@@ -55,11 +55,11 @@ def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor]
     if unsupported_reason(Call(x, *parameters)):
         return None
     log_choice("quantized", "C++ for a few rows, prepared", shape_of(x), {})
-    return native.kernels().quantized_layer(x.shape[-1], *parameters, rounded=rounded)
+    return native.calls.quantized_layer(x.shape[-1], *parameters, rounded=rounded)
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:
     """Return ``functional.rounding.change_codes``, in C++ if ``weight`` (O, I) is in float32 and it can be built."""
     if weight.dtype != torch.float32 or native.unsupported_reason(Call(weight), fewest=1):
         return change_codes
-    return native.kernels().change_codes
+    return native.calls.change_codes

@@ -87,7 +87,7 @@ class PreparedNetwork:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], self.run.out_features)
-        native.kernels().rotor_network(y, x.detach().contiguous(), self.run, None if bias is None else _float32(bias))
+        native.calls.rotor_network(y, x.detach().contiguous(), self.run, None if bias is None else _float32(bias))
         return y
 
 
@@ -117,7 +117,7 @@ class _Network(torch.autograd.Function):
         sizes = [parameter.numel() for parameter in parameters]
         threads = max(1, min(torch.get_num_threads(), len(x) // TOKENS_PER_THREAD))
         sums = x.new_empty(threads, sum(sizes), dtype=torch.float32)
-        native.kernels().rotor_network_backward(grad_x, sums, grad, x, prepared.run)
+        native.calls.rotor_network_backward(grad_x, sums, grad, x, prepared.run)
         *to_factor_entries, to_slopes, to_mix = sums.sum(0).split(sizes)
         ordered = [*to_factor_entries[::2], *to_factor_entries[1::2]]
         to_factors = [g.view(f.shape).to(f.dtype) for g, f in zip(ordered, factors, strict=True)]
@@ -141,7 +141,7 @@ def _sizes_unsupported(call: Call, sizes: Sequence[int]) -> str:
         return "factors of sizes not divisible by 8"
     if not call.grad and call.rows * ELEMENTS_PER_ROW.get(call.dtype, 0) < max(sizes) ** 2:
         return "few rows of a large window, where a tile of tokens is mostly empty"
-    reason = native.unsupported_reason(call, native.FEWEST_NETWORK_ENTRIES)
+    reason = native.unsupported_reason(call, native.MIN_NETWORK_ENTRIES)
     return native.unsupported_reason(call, fewest=1, may_build=False) if reason and not call.grad else reason
 
 

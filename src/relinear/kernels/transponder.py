@@ -36,7 +36,7 @@ def _forward(
     """Return the gated output (N, O) and u (N, R)."""
     y = torch.nn.functional.linear(x, weight, bias)
     u = y.new_empty(y.shape[0], down.shape[0])
-    native.kernels().modulate(y, u, y, x.contiguous(), down.contiguous(), channel.T.contiguous(), scalar)
+    native.calls.modulate(y, u, y, x.contiguous(), down.contiguous(), channel.T.contiguous(), scalar)
     return y, u
 
 
@@ -69,7 +69,7 @@ class _ModulatedLinear(torch.autograd.Function):
         def add(rows: slice) -> None:  # a function, so that a portion's tensors are freed before the next
             upstream = grad[rows].contiguous()
             to_z, results = torch.empty_like(upstream), (to_hidden[rows], to_up, total[rows])
-            native.kernels().modulate_backward(to_z, *results, y[rows], upstream, hidden[rows], up, twice[rows])
+            native.calls.modulate_backward(to_z, *results, y[rows], upstream, hidden[rows], up, twice[rows])
             if need[0]:
                 torch.mm(to_z, weight, out=to_x[rows])
             if need[1]:
@@ -118,7 +118,7 @@ def _cpp_unsupported(call: Call) -> str:
     _, weight, _, down, channel, *_ = call.arguments
     if channel is None:
         return "no channel gate"
-    if channel.shape[1] > native.calls.LARGEST_RANK:
+    if channel.shape[1] > native.calls.MAX_RANK:
         return "too large a rank"
     reason = native.unsupported_reason(call, size=call.rows * weight.shape[0])
     if reason and not call.grad:  # with one token Python's overhead counts, but a build is not worth it
@@ -138,7 +138,7 @@ def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
         if torch.is_grad_enabled():
             y = _ModulatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, down, *ups)
             return y.view(*x.shape[:-1], weight.shape[0])
-        return native.kernels().modulated_layer(weight, bias, down, *ups)(x)
+        return native.calls.modulated_layer(weight, bias, down, *ups)(x)
 
 
 modulated_linear = dispatch(
@@ -161,4 +161,4 @@ def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor]
     if call.grad or call.autocast or _cpp_unsupported(call):
         return None
     log_choice("transponder", "C++ for a few rows, prepared", shape_of(x), {})
-    return native.kernels().modulated_layer(*parameters)
+    return native.calls.modulated_layer(*parameters)

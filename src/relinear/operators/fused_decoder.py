@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from relinear.contract.inference import PREPARATIONS, ParameterCache
 from relinear.kernels.implementations import Call
-from relinear.kernels.native import kernels, rows_unsupported
+from relinear.kernels.native import calls, rows_unsupported
 from relinear.kernels.quantized import unsupported_reason
 from relinear.operators.fused_inference import Submodules
 from relinear.operators.quantized import QuantizedLinear
@@ -52,16 +52,16 @@ class FusedDecoderLayer:
         one_token = x.dtype == torch.float32 and x.numel() == x.shape[-1] and not (args or rows_unsupported(x))
         plain_mask = attention_mask is None or attention_mask.dtype == torch.bool
         if self.cache is not None and one_token and plain_mask and past is not None and rotary is not None:
-            calls = self.cache.get("calls", self._compiled_calls)
-            if calls is not None and not layer.training and calls.submodules.are_unhooked():
+            compiled = self.cache.get("calls", self._compiled_calls)
+            if compiled is not None and not layer.training and compiled.submodules.are_unhooked():
                 attention = cast("Any", layer.self_attn)
                 parameter_cache = attention.q_proj.parameter_cache
                 if parameter_cache is not None and parameter_cache.rounds_inputs:
-                    query, key, value = calls.before_attention(x, *rotary)
+                    query, key, value = compiled.before_attention(x, *rotary)
                     keys, values = past.update(key, value, attention.layer_idx)
                     mask, scale = attention_mask, attention.scaling
                     attended = scaled_dot_product_attention(query, keys, values, mask, scale=scale)
-                    return calls.after_attention(x, attended)
+                    return compiled.after_attention(x, attended)
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kw)
 
     def _compiled_calls(self) -> _Calls | None:
@@ -71,7 +71,7 @@ class FusedDecoderLayer:
             return None
         norms = layer.input_layernorm, layer.post_attention_layernorm
         eps, size = norms[0].variance_epsilon, layer.self_attn.head_dim
-        before, after = kernels().decoder_layer(matrices, [norm.weight for norm in norms], size, eps)
+        before, after = calls.decoder_layer(matrices, [norm.weight for norm in norms], size, eps)
         return _Calls(before, after, Submodules(layer))
 
 

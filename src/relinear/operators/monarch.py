@@ -20,7 +20,10 @@ _DENSE = Dense({torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((m
 
 
 class MonarchLinear(Operator):
-    """y = P L P^T R x + bias; parameters ``right`` (K, K R, P), ``left`` (K, S, K R), optional ``bias`` (O,)."""
+    """y = permute(left permute(right x)) + bias.
+
+    Parameters: ``right`` (K, K R, P), ``left`` (K, S, K R), optional ``bias`` (O,).
+    """
 
     config: Monarch
     tensor_parallel: ClassVar = {"right": 0, "left": 0}

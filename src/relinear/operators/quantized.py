@@ -33,8 +33,8 @@ from relinear.functional.rounding import (
 from relinear.kernels.quantized import code_changer, prepare_few_rows, quantized
 from relinear.operators.fused_inference import FusedInference
 
-#: bits per weight that a layer can have
-BITS = (2, 3, 4, 5, 6, 8)
+#: bits per weight of a layer's candidates
+_CANDIDATE_BITS = (2, 3, 4, 5, 6, 8)
 #: rows that are rounded to estimate the error of a candidate: at least this many, and one in so many of a large matrix
 SAMPLED_ROWS, SAMPLED_EVERY = 16, 64
 #: rows that are rounded at a time if they are independent, as the rows of a vocabulary take gigabytes
@@ -281,7 +281,7 @@ class Quantized(OperatorConfig):
         if self.levels == "k":
             types = [] if in_features % reference.SUPER else reference.K_TYPES.items()
             return [self.replace(bits=bits, group=kind.group, symmetric=kind.symmetric) for bits, kind in types]
-        return [self.replace(bits=bits) for bits in (BITS if self.levels == "uniform" else (self.bits,))]
+        return [self.replace(bits=bits) for bits in (_CANDIDATE_BITS if self.levels == "uniform" else (self.bits,))]
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.levels == "k" and in_features % reference.SUPER:

@@ -36,7 +36,7 @@ from relinear.system.text import shorten, some_names
 #: what transformers reports of keys that it could not load
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 #: characters of a message of transformers
-_LONGEST_MESSAGE = 1_000
+_MAX_MESSAGE = 1_000
 
 
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def reading_config(directory: Any) -> Iterator[None]:
         raise
     except Exception as error:
         message = " ".join(str(error).split())
-        if isinstance(error, ValueError) and len(message) <= _LONGEST_MESSAGE:  # longer ones contain the whole file
+        if isinstance(error, ValueError) and len(message) <= _MAX_MESSAGE:  # longer ones contain the whole file
             raise
         raise ValueError(
             f"{directory}: no model can be built from its config.json and weights ({type(error).__name__}: "

@@ -41,10 +41,10 @@ class FoldReport:
 
 @torch.no_grad()
 def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *, verbose: bool = True) -> FoldReport:
-    """Turn every operator with a context-free ``to_dense`` back into nn.Linear (Conv1D in GPT-2), in place.
+    """Turn every operator with a context-free ``to_dense`` back into the stock layer that it replaced, in place.
 
-    Matrices are computed in float32 and cast to the operator's dtype. If all operators fold, the model is a stock model
-    whose checkpoint loads without this package.
+    Stock layers are nn.Linear, nn.Embedding and GPT-2's Conv1D. Matrices are computed in float32 and cast to the
+    operator's dtype. If all operators fold, the model is a stock model whose checkpoint loads without this package.
 
     Args:
         model: any model; operators that are not linear maps stay and are reported.

@@ -24,7 +24,7 @@ SUFFIX = ".packed"
 #: share by which moments are shrunk towards their diagonals
 _SHRINKAGE = 0.05
 #: bytes of a file that is not built in memory to learn its size, as a search of sizes meets models far too large
-_LARGEST_BUILT = 2**30
+_MAX_BUILT_BYTES = 2**30
 
 
 def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
@@ -136,14 +136,14 @@ def _half(value: Tensor) -> Tensor:
 def packed_bytes(model: nn.Module, bits: int) -> int:
     """Return the size in bytes of ``model.safetensors`` in ``bits`` bits; ``model`` may be on the meta device.
 
-    From ``_LARGEST_BUILT`` on, the size is without the header, which is small then.
+    From ``_MAX_BUILT_BYTES`` on, the size is without the header, which is small then.
     """
     empty = {}
     for name, value, is_packed in _checkpoint_tensors(model, bits):
         shape, dtype = (packed_shape(value.shape, bits), torch.uint8) if is_packed else (value.shape, None)
         dtype = dtype or _half(value.to("meta")).dtype
         empty[name + SUFFIX * is_packed] = torch.empty(shape, dtype=dtype, device="meta")
-    if (size := sum(tensor.nbytes for tensor in empty.values())) >= _LARGEST_BUILT:
+    if (size := sum(tensor.nbytes for tensor in empty.values())) >= _MAX_BUILT_BYTES:
         return size
     return len(save({name: torch.empty_like(tensor, device="cpu") for name, tensor in empty.items()}, {"format": "pt"}))
 

@@ -140,7 +140,7 @@ class RunFolder:
                 raise
 
     def write(self, **facts: Any) -> dict[str, Any]:
-        """Write the record with ``facts`` added, and return it. Raises OSError."""
+        """Write the record with ``facts``, which replace those of before, and return it. Raises OSError."""
         self._facts = facts
         write_json(self.record_path, record := self._header | facts)
         return record

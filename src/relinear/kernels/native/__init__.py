@@ -1,29 +1,23 @@
-"""Say which calls the C++ kernels for CPUs support; they are built at their first use (``build``).
+"""Say which calls the C++ kernels for CPUs (``calls``) support; they are built at their first use (``build``).
 
 Torch's operations run instead if no C++ compiler is found, if building fails (one warning), or if
 ``RELINEAR_COMPILE_KERNELS=0`` is in the environment at the first use.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from relinear.kernels.implementations import PLAIN, Call
-from relinear.kernels.native import build, calls
+from relinear.kernels.native import build
+from relinear.kernels.native import calls as calls
 
 #: elements from which the kernels are used: below, starting threads costs more than they save
-FEWEST_NATIVE_ENTRIES = 1 << 17
+MIN_NATIVE_ENTRIES = 1 << 17
 #: the same for networks of rotors, which take many of torch's operations
-FEWEST_NETWORK_ENTRIES = 1 << 13
+MIN_NETWORK_ENTRIES = 1 << 13
 #: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products
-MOST_FEW_ROWS = {torch.float32: 4, torch.bfloat16: 1}
-
-
-def kernels() -> Any:
-    """Return the module with the kernels; call them only if there is no ``unsupported_reason``."""
-    return calls
+MAX_ROWS_FUSED = {torch.float32: 4, torch.bfloat16: 1}
 
 
 def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = True, size: int | None = None) -> str:
@@ -31,11 +25,11 @@ def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = 
 
     Args:
         call: the call; only its x is checked.
-        fewest: elements needed; ``FEWEST_NATIVE_ENTRIES`` by default.
+        fewest: elements needed; ``MIN_NATIVE_ENTRIES`` by default.
         may_build: whether the kernels may be built for this call.
         size: number of elements to compare with ``fewest``; that of x by default.
     """
-    if (call.size if size is None else size) < (FEWEST_NATIVE_ENTRIES if fewest is None else fewest):
+    if (call.size if size is None else size) < (MIN_NATIVE_ENTRIES if fewest is None else fewest):
         return "too few entries"
     if call.dtype not in (torch.float32, torch.bfloat16):
         return "neither float32 nor bfloat16"
@@ -76,7 +70,7 @@ def rows_unsupported(x: Tensor) -> str:
         return "operations are traced"  # a program that is traced for a few rows must also work for many
     if torch._C._get_tracing_state() is not None:
         return "operations are traced"
-    if not 0 < x.numel() <= MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
+    if not 0 < x.numel() <= MAX_ROWS_FUSED.get(x.dtype, 0) * x.shape[-1]:
         return "too many rows, or none"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "torch.func or a derivative in forward mode"

@@ -44,13 +44,13 @@ _KERNELS = {
     "rotor_network_backward": ("half threads", "pp n pp n pp"),
 }
 #: largest rank of gates
-LARGEST_RANK = 16
+MAX_RANK = 16
 #: bytes of weights that are unpacked at a time, few enough to stay in the cache
 PORTION_BYTES = 1 << 22
 #: rows up to which quantized weights are unpacked in registers, each time that they are read
-FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
+MAX_ROWS_UNPACKED_IN_REGISTERS = {torch.float32: 32, torch.bfloat16: 8}
 #: bits of quantized weights
-BITS = (2, 3, 4, 5, 6, 8)
+SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 #: in the order of ``activations.h``
 ACTIVATIONS = ("prelu", "gelu", "silu", "elu")
 
@@ -81,7 +81,9 @@ def _array(values: Iterable[int]) -> bytes:
     return struct.pack(f"{len(values)}q", *values)
 
 
-#: dtypes of tensors in a layout, other than the first tensor's
+#: dtypes of the first tensor in a layout
+_FLOATS = (torch.float32, torch.bfloat16)
+#: dtypes of the other tensors in a layout
 _DTYPES = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
 
 
@@ -112,7 +114,7 @@ def _checked_sizes(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[s
                 f"{name} must be a contiguous {dtype} tensor of shape ({shape}) on the CPU, got {tensor.dtype} "
                 f"{tuple(tensor.shape)} on {tensor.device}"
             )
-    if first.dtype not in FEW_ROWS:
+    if first.dtype not in _FLOATS:
         raise ValueError(f"{layout.partition(':')[0]} must be float32 or bfloat16, got {first.dtype}")
     return sizes
 
@@ -121,7 +123,7 @@ def _run(name: str, layout: str, tensors: Sequence[Tensor | None], counts: str) 
     """Run a kernel on ``tensors``, which ``layout`` describes, and the sizes of the letters ``counts``."""
     sizes = _checked_sizes(layout, *tensors)
     assert tensors[0] is not None
-    assert sizes.get("R", 0) <= LARGEST_RANK
+    assert sizes.get("R", 0) <= MAX_RANK
     _run_in_dtype(name, tensors[0], *map(_address, tensors), *(sizes[letter] for letter in counts))
 
 
@@ -144,7 +146,7 @@ def modulated_layer(
     down, up = down.contiguous(), channel.T.contiguous()
     sizes = _checked_sizes("down:RI up:RO:f32 scalar:1R:f32", down, up, scalar)
     inputs, outputs, rank = sizes["I"], sizes["O"], sizes["R"]
-    assert rank <= LARGEST_RANK
+    assert rank <= MAX_RANK
     run, half = _kernel("modulate"), weight.dtype == torch.bfloat16
 
     def layer(x: Tensor) -> Tensor:
@@ -248,8 +250,9 @@ def ccl_layer(
 
 def _check_packed(inputs: int, codes: Tensor, scales: Tensor, zeros, bits: int, group: int, bias) -> tuple[int, Any]:
     """Return the number of outputs and the dtype of scales; raise ValueError as ``quantized_layer`` does."""
-    if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
-        raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
+    if inputs % 64 or group % 32 or group <= 0 or bits not in SUPPORTED_BITS:
+        needed = f"multiples of 64 and 32, {SUPPORTED_BITS}"
+        raise ValueError(f"inputs, group and bits must be {needed}: {inputs}, {group}, {bits}")
     layout, groups = "scales:OK codes:OW:u8 zeros:OK:u8 bias:O", -(-inputs // group)
     return _checked_sizes(layout, scales, codes, zeros, bias, K=groups, W=inputs // 8 * bits)["O"], scales.dtype
 
@@ -272,7 +275,7 @@ def quantized_layer(
         ValueError: unless the number of inputs is a multiple of 64, and that of a group a multiple of 32.
     """
     outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
-    half, most_rows = dtype == torch.bfloat16, FEW_ROWS[dtype]
+    half, most_rows = dtype == torch.bfloat16, MAX_ROWS_UNPACKED_IN_REGISTERS[dtype]
     of_few, most = _kernel("quantized_rows"), max(1, PORTION_BYTES // (inputs * 4))
 
     def layer(x: Tensor) -> Tensor:
