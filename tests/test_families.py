@@ -36,6 +36,13 @@ def test_the_record_is_whole() -> None:
     assert all(cell["message"] for cell in refused)
 
 
+def test_refusals_are_worded_as_the_record_says(tmp_path) -> None:
+    for family, cells in RECORD["families"].items():
+        for name, cell in cells.items():
+            if cell["status"] == REFUSED:
+                assert families._here(family, name, tmp_path)["message"] == cell["message"]
+
+
 @pytest.mark.slow
 def test_a_run_gives_what_the_record_says() -> None:
     chosen, operators = ["llama", "t5"], ["LowRank", "CCL"]
