@@ -48,7 +48,7 @@ def main() -> None:
     print(f"replaced: perplexity {relinear.perplexity(model, data.validation).perplexity:.2f}", flush=True)
 
     rate = {"learning_rate": args.learning_rate, "weight_decay": 0.0}
-    settings = FitSettings(steps=args.steps, batch_size=2, save_every=20, save_model=False, **rate)
+    settings = FitSettings(steps=args.steps, batch_size=2, save_every=20, **rate)
     fit(model, (data.train, None), settings, out_dir=args.out)
     print(f"trained: perplexity {relinear.perplexity(model, data.validation).perplexity:.2f}")
 

@@ -15,8 +15,7 @@ from relinear.bench.run import BenchSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.hf.training_loss import ModelWithObjective
 from relinear.testing import Case
-from relinear.training import Progress, fit
-from relinear.training.settings import TrainSettings
+from relinear.training import FitSettings, Progress, TrainSettings, fit
 from train_helpers import FIT, FIT_DATA
 
 
@@ -79,6 +78,12 @@ def test_settings_of_the_version_before_load_under_their_old_names_and_warn() ->
         assert TrainSettings.load({"model_start": "torch"}).model_init == "torch"
     with pytest.warns(DeprecationWarning, match="TrainSettings.updated has a new name: replace"):
         assert TrainSettings().updated(steps=3).steps == 3
+    recorded = FitSettings().model_dump(mode="json")
+    assert FitSettings.upgraded(recorded | {"fan_in_base": None, "save_model": False}) == recorded
+    with pytest.warns(DeprecationWarning, match="FitSettings has no save_model any more, which had no effect"):
+        assert FitSettings(save_model=False) == FitSettings()
+    with pytest.raises(ValueError, match="fan_in_base was removed; use parametrization='mup'"):
+        TrainSettings(fan_in_base=512)
     recorded = BenchSettings().model_dump(mode="json")
     assert BenchSettings.upgraded(recorded | {"peers": True, "untuned": False}) == recorded
 

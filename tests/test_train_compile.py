@@ -24,7 +24,7 @@ SETTINGS = FitSettings(
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_training_is_the_same(tmp_path, kind, checkpointing):
-    settings = SETTINGS.replace(gradient_checkpointing=checkpointing, keep_checkpoint=True)
+    settings = SETTINGS.replace(gradient_checkpointing=checkpointing)
     rows, models = [], []
     for compile_ in (False, True):
         torch._dynamo.reset()

@@ -93,7 +93,6 @@ def main() -> None:
             weight_decay=0,
             dtype="float32",
             seed=seed,
-            save_model=False,
             save_every=0,
         )
         count, result = trainable(model), fit(model, data, settings, out_dir=out)

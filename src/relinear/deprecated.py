@@ -252,17 +252,40 @@ RENAMED_SETTINGS = {
 }
 
 
+#: class of settings -> key of 0.2 that was off (null) by default and was removed -> what to set instead
+_REPLACED_SETTINGS = {"FitSettings": {"fan_in_base": "parametrization='mup'"}}
+#: class of settings -> keys of 0.2 that had no effect there
+_WITHOUT_EFFECT = {"FitSettings": ("save_model", "keep_checkpoint")}
+
+
 def with_new_keys(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` for the class ``settings`` with keys of 0.2 under their new names; warns of each."""
+    """Return ``values`` for the class ``settings`` with keys of 0.2 under their new names; warns of each.
+
+    Raises:
+        ValueError: for a key that was replaced and is not null.
+    """
     known = [RENAMED_SETTINGS[base.__name__] for base in settings.__mro__ if base.__name__ in RENAMED_SETTINGS]
     renamed = {old: new for names in known for old, new in names.items() if old in values and new not in values}
     for old, new in renamed.items():
         warn_renamed(f"the setting {old}", new)
-    return {renamed.get(key, key): value for key, value in values.items()}
+    values = {renamed.get(key, key): value for key, value in values.items()}
+    for base in settings.__mro__:
+        for key, instead in _REPLACED_SETTINGS.get(base.__name__, {}).items():
+            if values.pop(key, None) is not None:
+                raise ValueError(f"the setting {key} was removed; use {instead}")
+    for key in _WITHOUT_EFFECT.get(settings.__name__, ()):
+        if key in values:
+            del values[key]
+            message = f"{settings.__name__} has no {key} any more, which had no effect; omit it"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return values
 
 
 #: class of settings -> keys in records of earlier versions that were removed
-REMOVED_SETTINGS = {"BenchSettings": ("for_inference", "peers", "untuned"), "ModelBenchSettings": ("for_inference",)}
+REMOVED_SETTINGS = _WITHOUT_EFFECT | {
+    "BenchSettings": ("for_inference", "peers", "untuned"),
+    "ModelBenchSettings": ("for_inference",),
+}
 
 
 def without_removed(settings: type, values: Any) -> Any:

@@ -42,7 +42,7 @@ BLOCK_LOSSES = "block_losses.npy"
 #: what training writes at the top of its folder
 FILES = ("metrics.jsonl", "checkpoints", BLOCK_LOSSES, "latent_moments.json")
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
-MAY_DIFFER: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
+MAY_DIFFER: tuple[str, ...] = ("threads", "save_every", "report_to")
 
 # trainer.py takes seconds to import and imports this module, so functions import it.
 
@@ -275,7 +275,14 @@ def fit(
     folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():
         values = settings.model_dump(mode="json")
-        folder = RunFolder(out_dir, "fit", "fit.json", FILES, may_differ=MAY_DIFFER)
+        folder = RunFolder(
+            out_dir,
+            task="fit",
+            record="fit.json",
+            names=FILES,
+            may_differ=MAY_DIFFER,
+            settings_of=lambda record: FitSettings.upgraded(record.get("settings")),
+        )
         if not overwrite and (record := folder.read()) is not None:
             allow_other_ranks_(folder, record, values)
         run_context = folder.open(values, overwrite=overwrite)

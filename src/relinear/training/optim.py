@@ -86,8 +86,6 @@ def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, 
     also_decayed = embeddings if settings.decay_embeddings else set()
     for name, role in parameter_roles(model).items():
         rate = settings.learning_rate * role.lr_multiplier
-        if settings.fan_in_base is not None and role.fan_in is not None and role.fan_in_scales:
-            rate *= settings.fan_in_base / role.fan_in
         decay = settings.weight_decay if role.weight_decay or parameters[name] in also_decayed else 0.0
         factor = role.lr_scale(ratio)
         rate, decay = rate * factor, decay / factor

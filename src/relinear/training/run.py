@@ -191,7 +191,7 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
         record=RUN,
         names=("model", *FILES),
         earlier_records={RUN: ("status", "settings", "machine", "model", "data")},
-        may_differ=MAY_DIFFER,
+        may_differ=(*MAY_DIFFER, "save_model", "keep_checkpoint"),
         settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
     )
     record = None if overwrite else folder.read()

@@ -37,9 +37,6 @@ class FitSettings(Settings):
         betas: decay rates of Adam's running means of gradients and of their squares.
         eps: of Adam.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
-        fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
-            by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam). Matrices that sum over a size which
-            settings fix (a rank, the width of a context) keep the rate: it does not grow with the model.
         parametrization: "standard", or "mup", the maximal update parametrisation for Adam: the initial standard
             deviations and learning rates of matrices fall with their fan-in, so that the best rate at one width is
             about the best at others (see ``docs/training.md``). ``fit`` keeps the initialisation of the model.
@@ -49,8 +46,8 @@ class FitSettings(Settings):
         compile: run the model through ``torch.compile``; costs a minute at first, pays off over long runs. On a GPU
             "reduce-overhead" replays each step as CUDA graphs, without the time that launching kernels takes.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
-        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws. Each rank
-            draws different noise.
+        seed: of the order of the data and of the noise that the model draws; in ``train`` also of its initialisation.
+            Each rank draws different noise.
         threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
         device: "auto" is the GPU if there is one.
         eval_every: steps between evaluations; 0 evaluates only before the first step and at the end.
@@ -60,8 +57,6 @@ class FitSettings(Settings):
         eval_batch_size: sequences in an evaluation pass; None takes ``batch_size``.
         eval_start_tokens: validation tokens to evaluate on before the first step; None takes all.
         report_to: names of transformers' reporting integrations ("tensorboard", "wandb", ...).
-        save_model: write the trained model to ``out_dir/model``.
-        keep_checkpoint: keep the last checkpoint, with the optimiser's state, once the run has ended.
     """
 
     steps: int = Field(default=1000, gt=0, le=10**12)
@@ -78,7 +73,6 @@ class FitSettings(Settings):
     betas: tuple[_Share, _Share] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
-    fan_in_base: PositiveInt | None = None
     parametrization: Literal["standard", "mup"] = "standard"
     parametrization_base_width: PositiveInt = 64
     dtype: Literal["auto", "float32", "bfloat16", "pure_bfloat16"] = "auto"
@@ -93,8 +87,6 @@ class FitSettings(Settings):
     eval_batch_size: Batch | None = None
     eval_start_tokens: PositiveInt | None = None
     report_to: Patterns = ()
-    save_model: bool = True
-    keep_checkpoint: bool = False
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> FitSettings:  # a method of its own: settings without steps override it
@@ -115,9 +107,6 @@ class FitSettings(Settings):
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             both = f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g}"
             raise ValueError(f"{both} both say how long the warm-up is; give one of them")
-        if self.parametrization == "mup" and self.fan_in_base is not None:
-            both = f"fan_in_base={self.fan_in_base} and parametrization='mup'"
-            raise ValueError(f"{both} both scale learning rates by the fan-in; give one of them")
         if self.parametrization == "mup" and self.optimizer == "adam" and self.weight_decay:
             raise ValueError(
                 f"parametrization='mup' does not scale weight_decay={self.weight_decay:g} for optimizer='adam'; use "
@@ -166,6 +155,8 @@ class TrainSettings(FitSettings):
             the run's loss is measured on what was stored.
         data: the corpus, the tokenizer and the sequence length.
         eval_start_tokens: as for ``FitSettings``; a bound by default, as the whole validation text may take minutes.
+        save_model: write the trained model to ``out_dir/model``.
+        keep_checkpoint: keep the last checkpoint, with the optimiser's state, once the run has ended.
     """
 
     eval_start_tokens: PositiveInt | None = 65_536
@@ -180,6 +171,8 @@ class TrainSettings(FitSettings):
     objective: Annotated[dict[str, Any] | None, _parsed_as(ObjectiveConfig)] = None
     bits: Annotated[int, Field(ge=2, le=8)] | None = None
     data: DataSettings = DataSettings()
+    save_model: bool = True
+    keep_checkpoint: bool = False
 
     @property
     def operator_configs(self) -> dict[str, OperatorConfig | None]:
