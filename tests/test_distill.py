@@ -74,14 +74,14 @@ def test_inputs_are_recorded_with_earlier_replacements_active_and_stored_once():
     seen = []
     handle = layer.k_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
     with record(model, blocks, modules, batch=4) as recording:
-        assert recording.inputs("q_proj") is recording.inputs("v_proj")
-        assert recording.inputs("o_proj") is not recording.inputs("q_proj")
-        first = recording.inputs("k_proj").clone()
+        assert recording.values("q_proj") is recording.values("v_proj")
+        assert recording.values("o_proj") is not recording.values("q_proj")
+        first = recording.values("k_proj").clone()
     torch.testing.assert_close(first, torch.cat(seen))
     handle.remove()
     relinear.replace_(model, {"v_proj": relinear.LowRank(rank=1)}, layers=0)
     with record(model, blocks, modules, batch=4) as recording:
-        assert (recording.inputs("k_proj") - first).norm() > 1e-3 * first.norm()
+        assert (recording.values("k_proj") - first).norm() > 1e-3 * first.norm()
     deep = {"up": model.model.layers[0].mlp.up_proj}
     calls = []
     model.model.layers[1].register_forward_pre_hook(lambda *_: calls.append(1))

@@ -227,7 +227,7 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch):
     told = []
     settings = FitSettings(steps=1, batch_size=2, eval_start_tokens=32, save_every=0)
     fit(make_tiny_llama(), (_Validation(4), _Validation(40)), settings, on_progress=told.append)
-    batches = [(p.done, p.total) for p in told if p.stage == "evaluating"]
+    batches = [(p.done, p.total) for p in told if p.text == "evaluating"]
     assert batches[:2] == [(1, 2), (1, 20)]
     assert batches[-1] == (19, 20)
 

@@ -86,7 +86,7 @@ class Work:
         letters = "qkv" if projection == TOGETHER else projection[0]
         modules = {name: model.get_submodule(name) for name in map(_PLACE.format, letters)}
         with record(model, blocks, modules, batch=8, outputs=modules) as recording:
-            means = {name: recording.inputs(name).double().mean(0) for name in modules}
+            means = {name: recording.values(name).double().mean(0) for name in modules}
         for name, module in modules.items():
             module.weight.data.zero_()
             module.bias = nn.Parameter(means[name].to(module.weight))

@@ -45,7 +45,7 @@ def main() -> None:
         (options.out / "constant.jsonl").open("w") as out,
     ):
         for name in names:
-            values = recording.inputs(name).double()
+            values = recording.values(name).double()
             mean, wanted = values[:TRAIN].mean(0), values[TRAIN:]
             error = ((wanted - mean).square().sum() / wanted.square().sum()).item()
             out.write(json.dumps({"name": name, "numbers": len(mean), "error": error}) + "\n")

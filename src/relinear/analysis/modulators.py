@@ -150,13 +150,13 @@ def _shown_channels(record: GateRecord) -> dict[str, Any]:
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
     # the range without half a per cent of the values on either side
     spread = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
-    names, gates_of_module = list(record.channel), {}
+    names, maps = list(record.channel), {}
     for name in (names[i] for i in _spaced(len(names), MAPS)):
         gate = record.channel[name].numpy()
         channels = _spaced(gate.shape[1], CHANNELS)
         values = [[round(v, 3) for v in row] for row in gate[:, channels].tolist()]
-        gates_of_module[name] = {"channels": channels, "values": values, "spread": spread}
-    return gates_of_module
+        maps[name] = {"channels": channels, "values": values, "spread": spread}
+    return maps
 
 
 def _spaced(count: int, most: int) -> list[int]:
@@ -185,15 +185,15 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
     rows = ((numbers["modules"][name], values) for name, values in numbers["scalar"].items())
     modules = grouped((row["module"], (row["layer"], values)) for row, values in rows)
     charts = []
-    for number, (module, gates_of_module) in enumerate(modules.items()):
-        gates_of_module.sort(key=lambda pair: pair[0])
-        depth: dict[str, Any] = {"x": [layer for layer, _ in gates_of_module], "size": 4}
+    for number, (module, by_layer) in enumerate(modules.items()):
+        by_layer.sort(key=lambda pair: pair[0])
+        depth: dict[str, Any] = {"x": [layer for layer, _ in by_layer], "size": 4}
         series = []
-        for token in _spaced(len(gates_of_module[0][1]), LINES):
+        for token in _spaced(len(by_layer[0][1]), LINES):
             label = f"{token} {numbers['tokens'][token]}" if token < len(numbers["tokens"]) else str(token)
-            gates = [values[token] for _, values in gates_of_module]
+            gates = [values[token] for _, values in by_layer]
             series.append(Series(name=label, color=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
-        mean = [float(np.mean(values)) for _, values in gates_of_module]
+        mean = [float(np.mean(values)) for _, values in by_layer]
         series.append(Series(name="mean of all tokens", color=REFERENCE, number=1, y=mean, **depth))
         axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
         text = f"{module}: a line per token, the strong one their mean. Lines apart are gates that read the token."
@@ -208,7 +208,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
         rows = [(row, row["gates"][kind][value]) for row in modules.values() if kind in row["gates"]]
         scale = math.sqrt if value == "total" else float
-        lines = grouped((row["module"], (row["layer"], scale(gates_of_module))) for row, gates_of_module in rows)
+        lines = grouped((row["module"], (row["layer"], scale(statistic))) for row, statistic in rows)
         series = []
         for number, (module, points) in enumerate(lines.items()):
             x, y = zip(*sorted(points), strict=True)
@@ -223,12 +223,12 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
 
 def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     """Return the channel gate of a layer as a heat map."""
-    row, gates_of_module = numbers["modules"][name], numbers["channel"][name]
-    spread = gates_of_module["spread"]
-    words = numbered(numbers["tokens"][: len(gates_of_module["values"])])
-    channels = [f"channel {channel}" for channel in gates_of_module["channels"]]
+    row, shown = numbers["modules"][name], numbers["channel"][name]
+    spread = shown["spread"]
+    words = numbered(numbers["tokens"][: len(shown["values"])])
+    channels = [f"channel {channel}" for channel in shown["channels"]]
     scale: dict[str, Any] = {"bounds": (1 - spread, 1 + spread), "what": "gate", "diverging": True}
-    heat = Heat(values=gates_of_module["values"], x=channels, y=words, **scale)
+    heat = Heat(values=shown["values"], x=channels, y=words, **scale)
     text = (
         f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: a row per token, a "
         "column per channel. Stripes down are the same channel at every token, which a constant gain would do as well; "

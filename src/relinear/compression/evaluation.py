@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.evaluate.losses import token_losses
+from relinear.evaluate.losses import batch_losses
 from relinear.hf.vocabulary import max_positions
 from relinear.system.confidence import half_width
 
@@ -104,16 +104,14 @@ def evaluate(
     return Evaluation(predictions, dict(zip(other_texts, others, strict=True)), repeated)
 
 
-@torch.no_grad()
 def predict(model: Any, blocks: Tensor, on_block: Callable[[int], None] = lambda done: None) -> Predictions:
     """Return the predictions of ``model`` (in eval mode) on token ids (N, T)."""
-    losses, likeliest = [], []
-    for done, ids in enumerate(blocks.to(next(model.parameters()).device).split(1), 1):
-        logits = model(input_ids=ids, use_cache=False).logits
-        losses.append(float(token_losses(logits, ids).double().mean()))
+    block_losses, likeliest = [], []
+    for done, (losses, logits) in enumerate(batch_losses(model, blocks, batch=1), 1):
+        block_losses.append(float(losses.double().mean()))
         likeliest.append(logits[0, :-1].argmax(-1).cpu())
         on_block(done)
-    return Predictions(torch.tensor(losses, dtype=torch.float64), torch.stack(likeliest))
+    return Predictions(torch.tensor(block_losses, dtype=torch.float64), torch.stack(likeliest))
 
 
 @torch.no_grad()

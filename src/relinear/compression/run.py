@@ -54,7 +54,7 @@ STAGES = {
     "candidates": "planning",
     "original": "running the original",
     "fit": "fitting layers",
-    "evaluation": "running the compressed model",
+    "evaluate": "running the compressed model",
     "heal": "healing",
 }
 #: what a plan leads to
@@ -260,7 +260,7 @@ class Compression:
 
             # evaluate
             if original is not None:
-                compressed = evaluate_model(partial(report_progress, "evaluation"))
+                compressed = evaluate_model(partial(report_progress, "evaluate"))
                 evaluation = compressed.compared_with(original, corpus.unseen)
                 end_of("evaluation")
 

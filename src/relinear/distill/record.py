@@ -1,6 +1,6 @@
 """Record inputs or outputs of layers on blocks of tokens, in memory or on disk."""
 
-# Legend: N blocks, T tokens per block, M recorded tokens, I in_features, C context_dim
+# Legend: N blocks, T tokens per block, M recorded tokens, C context_dim
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ class SharedTensors:
 
 
 class Recording:
-    """Store the inputs of modules; a tensor that several modules read is stored once.
+    """Store the inputs (or outputs) of modules; a tensor that several modules read is stored once.
 
     Args:
-        tokens: number of all rows.
+        tokens: M, the tokens to record.
         folder: for memory-mapped files; None stores everything in memory.
     """
 
@@ -170,17 +170,17 @@ class Recording:
         file = str(self.folder / f"{len(self._stores)}.bin")
         return torch.from_file(file, shared=True, size=math.prod(shape), dtype=rows.dtype).view(shape)
 
-    def inputs(self, name: str) -> Tensor:
-        """Return the inputs (M, I) of the module ``name``."""
-        if (stored := self._values(name)) is None:
+    def values(self, name: str) -> Tensor:
+        """Return the recorded inputs (or outputs) (M, size) of the module ``name``."""
+        if (stored := self._stored(name)) is None:
             raise ValueError(f"{name} was never called in a forward pass, so there is nothing to fit it to")
         return stored
 
     def contexts(self, name: str) -> Tensor | None:
         """Return the context (M, C) of every input of ``name``, or None if it was not recorded."""
-        return self._values(f"{name} context")
+        return self._stored(f"{name} context")
 
-    def _values(self, name: str) -> Tensor | None:
+    def _stored(self, name: str) -> Tensor | None:
         return self._stores.get(self._shared.owners.get(name, name))
 
 

@@ -110,9 +110,9 @@ def distill_section(report: Mapping[str, Any]) -> Section:
 def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
     """Return a row per layer, for the page and for printing, with joint errors if layers were trained together."""
     error, rows = "KL (nats per token)" if loss == "kl" else "error", []
-    errors = {"start_error": f"start {error}", "error": error, "cosine": "cosine"}
+    errors = {"start_error": f"{error} before", "error": error, "cosine": "cosine"}
     if any(fit.get("joint_error") is not None for fit in layers):
-        errors |= {"joint_start_error": "start joint error", "joint_error": "joint error"}
+        errors |= {"joint_start_error": "joint error before", "joint_error": "joint error"}
     for fit in layers:
         operator = "retrained" if fit.get("retrained") else fit["operator"]
         size = Cell(f"{fit['parameters']:,}", fit["parameters"], f"{fit['parameters'] / fit['parameters_before']:.3g}×")

@@ -33,7 +33,7 @@ from relinear.distill.fit import (
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
-from relinear.evaluate.losses import perplexity_of, token_losses
+from relinear.evaluate.losses import batch_losses, perplexity_of
 from relinear.hf.model_config import model_name
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
@@ -217,7 +217,8 @@ class Distillation:
         on_progress: as for ``distill_``.
         originals: copies of the layers that were replaced or trained again, under all their names, for the target
             "original".
-        weights: size and hash of the weights of every layer that is done, by name of the file.
+        weights: name of a finished layer's file of weights -> the file's size and hash.
+        identity: entries of the record that identify the distillation: its fingerprint and its operators' settings.
     """
 
     model: nn.Module
@@ -228,28 +229,24 @@ class Distillation:
     on_progress: ProgressCallback
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     weights: dict[str, Any] = dataclasses.field(default_factory=dict)
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def train_tokens(self) -> int:
         return self.train_blocks * self.settings.sequence_length
 
-    @torch.no_grad()
     def perplexity(self, when: str) -> float | None:
         """Return the model's perplexity in eval mode on the held-out tokens, without the first of each block.
 
         None if it returns no logits.
         """
-        report, batch = self._reporting("evaluate", f"the model {when}"), self.settings.record_batch
-        blocks = self.blocks[self.train_blocks :]
-        device, total = next(self.model.parameters()).device, 0.0
-        for start in range(0, len(blocks), batch):
-            ids = blocks[start : start + batch].to(device)
-            if (logits := getattr(self.model(input_ids=ids), "logits", None)) is None:
-                return None
-            total += float(token_losses(logits, ids).double().sum())
-            report(min(start + batch, len(blocks)), len(blocks))
-        loss = total / blocks[:, 1:].numel()
-        return perplexity_of(loss)
+        report, blocks = self._reporting("evaluate", f"the model {when}"), self.blocks[self.train_blocks :]
+        total, done = 0.0, 0
+        for losses, _ in batch_losses(self.model, blocks, self.settings.record_batch):
+            total += float(losses.double().sum())
+            done += len(losses)
+            report(done, len(blocks))
+        return perplexity_of(total / blocks[:, 1:].numel()) if done else None
 
     # State on disk
 
@@ -348,7 +345,7 @@ class Distillation:
         retrained, copies, before = self.retrained(group), self._copies(group), {}
         if retrained:
             with swapped(self.model, self.originals), self._record_activations(retrained, outputs=True) as recording:
-                before = {name: recording.inputs(name).clone() for name in retrained}
+                before = {name: recording.values(name).clone() for name in retrained}
         fits = self._fit(number, group)
         fits += [self._retrain(name, before.pop(name)) for name in retrained]
         self.originals.update(copies)
@@ -440,7 +437,7 @@ class Distillation:
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
         with self._record_activations({name: module}) as recording:
-            samples = LayerSamples(recording.inputs(name), lambda rows: target_outputs[rows].float())
+            samples = LayerSamples(recording.values(name), lambda rows: target_outputs[rows].float())
             initial, end = self._improve_layer("retrain", name, trained, samples, "mse")
         module.load_state_dict(trained.state_dict())
         kind, size = type(module).__name__, module_parameters(module)
@@ -451,9 +448,9 @@ def _layer_samples(
     name: str, module: nn.Module, recording: Recording, original_outputs: Recording | None
 ) -> LayerSamples:
     """Return the recorded inputs of a layer with its outputs for them, or with those in the original model."""
-    inputs, contexts = recording.inputs(name), recording.contexts(name)
+    inputs, contexts = recording.values(name), recording.contexts(name)
     if original_outputs is not None:
-        target_outputs = original_outputs.inputs(name)
+        target_outputs = original_outputs.values(name)
         return LayerSamples(inputs, lambda rows: target_outputs[rows].float(), contexts)
     source = copy.deepcopy(module)
     reference = next(source.parameters())

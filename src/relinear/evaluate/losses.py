@@ -1,8 +1,10 @@
 """Compute token losses and perplexity, for evaluation, validation, distillation and compression alike."""
 
-# Legend: B batch, T tokens, V vocabulary
+# Legend: N blocks, B batch, T tokens, V vocabulary
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,23 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
     losses = [F.cross_entropy(row.float(), label, reduction="none", ignore_index=IGNORED_LABEL) for row, label in rows]
     return torch.stack(losses)
+
+
+@torch.no_grad()
+def batch_losses(model: Any, blocks: Tensor, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run ``model``, in its present mode, on token ids (N, T), ``batch`` blocks at a time.
+
+    Yields:
+        For each batch its losses (B, T - 1), as ``token_losses``, and logits (B, T, V). Nothing without logits.
+    """
+    device = next(model.parameters()).device
+    options = {"use_cache": False} if hasattr(model, "generate") else {}
+    for ids in blocks.split(batch):
+        ids = ids.to(device)
+        logits = getattr(model(input_ids=ids, **options), "logits", None)
+        if logits is None:
+            return
+        yield token_losses(logits, ids), logits
 
 
 def perplexity_of(loss: float) -> float:

@@ -160,7 +160,7 @@ def _build_error(name: str, overrides: dict[str, Any], error: Exception) -> Valu
 
 
 def from_preset(name: str, **overrides: Any) -> Any:
-    """Return a freshly initialised stock model of a preset's size: ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
+    """Return a freshly initialised model of a preset's size: Llama, GPT-2 or a CGT.
 
     Initialisation draws from torch's global generator, so ``torch.manual_seed`` fixes every weight.
 

@@ -63,7 +63,7 @@ def render(sections: Sequence[Section]) -> str:
     )
     environment.filters |= {
         "as_yaml": as_yaml,
-        "perplexity_of": _perplexity,
+        "perplexity_text": _perplexity_text,
         "breakable": _breakable,
         "described": described,
     }
@@ -76,7 +76,7 @@ def _breakable(text: str) -> Markup:
     return Markup("<wbr>").join(map(escape, parts))
 
 
-def _perplexity(loss: float) -> str:
+def _perplexity_text(loss: float) -> str:
     return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
 
 

@@ -136,7 +136,7 @@ class RunLog(TrainerCallback):
 
     def report_batch(self, batch: int, batches: int) -> None:
         """Call ``on_progress`` for a batch of a long evaluation."""
-        self._on_progress(Progress("evaluating", batch, batches, "evaluating", **self._latest))
+        self._on_progress(Progress("evaluating", batch, batches, "evaluate", **self._latest))
 
     def _restart_timing(self) -> None:
         if self._steps >= self.warmup:

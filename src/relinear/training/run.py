@@ -256,11 +256,11 @@ def _check_memory(model: Any) -> None:
     import psutil
 
     needed = 16 * sum(parameter.numel() for parameter in model.parameters())
-    available = psutil.virtual_memory().total + psutil.swap_memory().total
-    if not torch.cuda.is_available() and needed > available:
+    total = psutil.virtual_memory().total + psutil.swap_memory().total
+    if not torch.cuda.is_available() and needed > total:
         raise ValueError(
             f"training the model of {needed // 16:,} parameters takes {gib(needed)}, and this machine has "
-            f"{gib(available)}; choose smaller sizes"
+            f"{gib(total)}; choose smaller sizes"
         )
 
 
