@@ -20,6 +20,7 @@ from relinear.pages.blocks import Cell, Chart, Listing, Row, Section, Table, Tex
 from relinear.pages.figures import Axis, Panel, Series, described
 from relinear.pages.records import as_yaml
 from relinear_cli.main import main
+from relinear_cli.report import trained_in
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"
@@ -363,7 +364,10 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
     assert main(["report", "run", "empty", "--analyze"]) != 0
     assert not Path("run/runs/low_rank/seed-0/analysis").exists()
     assert "no trained model is saved in empty" in capsys.readouterr().err
-    shutil.rmtree("run/runs")
+    for width in ("96", "128"):
+        shutil.copytree("run/runs", f"widths/sizes/{width}/runs")
+    shutil.move("run/runs", "widths/sizes/not-a-width/runs")
+    assert {folder.parts[2] for folder in trained_in(Path("widths"))} == {"128"}
     assert main(["report", "run", "--analyze"]) != 0
     assert "no trained model is saved in run" in capsys.readouterr().err
 

@@ -76,7 +76,7 @@ def command(
     with watch() as on_progress:
         running = {"out_dir": out, "overwrite": overwrite, "on_progress": on_progress}
         if model is None:
-            section, remarks = _bench_layers(BenchSettings.load(chosen), running)
+            section, remarks = _bench_layers(BenchSettings.load(chosen, "command line"), running)
         else:
             chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
             section, remarks = _bench_models(chosen, operators or [], running)
@@ -107,7 +107,7 @@ def _bench_models(chosen: dict[str, Any], operators: list[str], running: dict[st
 
     if wrong := [name for name in ("shapes", "tokens", "repeats") if name in chosen]:
         raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")
-    settings = ModelBenchSettings.load({k: v for k, v in chosen.items() if k != "operators"}, "bench")
+    settings = ModelBenchSettings.load({k: v for k, v in chosen.items() if k != "operators"}, "command line")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: options.operator_mapping([text]) for text in operators}

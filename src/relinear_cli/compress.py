@@ -64,7 +64,7 @@ def command(
     from relinear_cli.terminal import print_requirements
 
     values = options.options_among(locals(), CompressSettings)
-    settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
+    settings = CompressSettings.load(options.chosen_settings(values, overrides), "command line")
     corpora, evaluation_corpora = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
     options.prepare_process(
         threads, models=[model], texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())]

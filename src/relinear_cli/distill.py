@@ -40,7 +40,7 @@ def command(
     from relinear_cli.report import write_report_of
 
     values = options.options_among(locals(), DistillSettings)
-    settings = DistillSettings.load(options.chosen_settings(values, overrides), "settings")
+    settings = DistillSettings.load(options.chosen_settings(values, overrides), "command line")
     mapping = options.operator_mapping(replace)
     arguments: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = DataSettings(data=data, text_column=text_column)

@@ -35,7 +35,7 @@ def command(
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is not a run of relinear train, so it names no data to evaluate on; add --data")
-    options.prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
+    options.prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "command line")])
     model_tokenizer = options.load_model_tokenizer(folder, tokenizer)
     model = options.load_model(folder, presets=False)
 
@@ -46,7 +46,7 @@ def command(
         # The run's text is divided with the run's settings, so that nothing that it trained on is evaluated.
         values = dict(settings or {}) if data is None else {"data": data}
         values |= {"text_column": text_column} if text_column and not as_run else {}
-        chosen = DataSettings.load(values, "data")
+        chosen = DataSettings.load(values, "command line")
         length = sequence_length or (settings or {}).get("sequence_length")
         arguments: Any = {"max_tokens": max_tokens, "batch_size": batch_size}
         if not as_run:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def command(
     runs: list[Path] = typer.Argument(
-        metavar="RUN...", exists=True, help="Directories of compare, train, compress, distill, bench or analyze."
+        metavar="RUN...",
+        exists=True,
+        help="Directories of compare, replicate, train, compress, distill, bench or analyze.",
     ),
     out: Path | None = typer.Option(None, help="Directory of report.html, or an .html file; by default RUN, or here."),
     analyze: bool = typer.Option(False, "--analyze", help="Also analyze the trained models of RUN, one per entry."),
@@ -96,10 +98,10 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
 def trained_in(run: Path) -> list[Path]:
     """Return the directories of trained models in ``run``: a training run itself, or one per entry of a comparison.
 
-    An entry counts with its first seed and largest budget. Raises ValueError if no model is saved.
+    An entry counts with its first seed and largest budget or size. Raises ValueError if no model is saved.
     """
-    budgets = [folder for folder in run.glob("budgets/*") if folder.name.isdigit()]
-    largest = max(budgets, key=lambda folder: int(folder.name), default=run)
+    of_series = [folder for key in ("budgets", "sizes") for folder in run.glob(f"{key}/*") if folder.name.isdigit()]
+    largest = max(of_series, key=lambda folder: int(folder.name), default=run)
     seeds: dict[Path, Path] = {}
     for folder in sorted(largest.glob("runs/*/seed-*"), key=lambda f: (f.parent, len(f.name), f.name)):
         seeds.setdefault(folder.parent, folder)

@@ -10,7 +10,10 @@ from relinear.pages.records import about, read_values, what_ran
 #: the record of ``relinear analyze``: its settings and the machine
 RECORD = "analyze.json"
 # usual values of ``relinear analyze --out``: for a run, or for the models of a comparison
-_ANALYSIS_FOLDERS = (".", "analysis", "analysis/*", "runs/*/*/analysis", "budgets/*/runs/*/*/analysis")
+_ANALYSIS_FOLDERS = (
+    *(".", "analysis", "analysis/*", "runs/*/*/analysis"),
+    *("budgets/*/runs/*/*/analysis", "sizes/*/runs/*/*/analysis"),
+)
 #: characters of numbers that a page shows; longer ones are only in the analysis's file
 _MAX_LISTING = 20_000
 

@@ -54,7 +54,12 @@ def _shape(text: str) -> tuple[int, int]:
 
 def parsed_by(parse: Callable[[str], Any]) -> AfterValidator:
     """Return a validator that checks that ``parse`` accepts a text, and keeps the text."""
-    return AfterValidator(lambda text: [text, parse(text)][0])
+
+    def check(text: str) -> str:
+        parse(text)
+        return text
+
+    return AfterValidator(check)
 
 
 Dtype = Literal["fp32", "bf16"]

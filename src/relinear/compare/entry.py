@@ -177,7 +177,7 @@ class EntrySearch:
         settings = scaled_run(_with_warmup(entry.settings, warmup_ratio), 1.0 if full_length else search.fraction)
         settings = settings.replace(seed=search.seed, eval_every=0, save_model=False)
         # the names of folders and the rows tell this search from the entry's other searches
-        prefix = "full-length-" * full_length
+        prefix = "full-length-" if full_length else ""
         prefix += "" if settings.bits is None else f"{settings.bits}-bits-"
         prefix += "" if warmup_ratio is None else f"warmup-{warmup_ratio:g}-"
         row = {"steps": settings.steps, "seed": settings.seed, "warmup_ratio": warmup_ratio, "bits": settings.bits}

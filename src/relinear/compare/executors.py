@@ -172,7 +172,7 @@ def _lost_process_error(code: int | None, log: Path | None) -> ChildProcessError
 
 
 @dataclasses.dataclass(repr=False)  # Dask names tasks by it, and arguments are long
-class Job:
+class RemoteCall:
     """Run a call in a process on another machine, which saves its state before SLURM ends the job."""
 
     function: Callable[..., Any]
@@ -189,7 +189,7 @@ class Job:
         from submitit.helpers import DelayedSubmission
 
         self.executor.end()
-        return DelayedSubmission(Job(self.function, self.arguments))
+        return DelayedSubmission(RemoteCall(self.function, self.arguments))
 
 
 class SlurmExecutor(_ThreadPerCall):
@@ -214,7 +214,7 @@ class SlurmExecutor(_ThreadPerCall):
         from submitit.core.utils import FailedJobError, UncompletedJobError
 
         for attempt in range(_RETRIES + 1):
-            job = self._executor.submit(Job(function, arguments))
+            job = self._executor.submit(RemoteCall(function, arguments))
             self._running.add(job)
             try:
                 return job.result()
@@ -242,7 +242,7 @@ class DaskExecutor(_ThreadPerCall):
         self.end = self._client.close
 
     def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        return self._client.submit(Job(function, arguments), pure=False).result()
+        return self._client.submit(RemoteCall(function, arguments), pure=False).result()
 
 
 def executor_at(

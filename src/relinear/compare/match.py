@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -296,16 +297,15 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int | None) -> list[Siz
         return entries
     if isinstance(match.to, int):
         return _entries_matched_to(recipe, entries, match.to, vocab_size)
-    if match.to is not None:
-        return _entries_matched_to(
-            recipe, entries, next(entry for entry in entries if entry.name == match.to), vocab_size
-        )
-    resizable = [entry for entry in entries if recipe.entries[entry.name].resizing != "fixed"]
-    if not resizable:
+    references = [entry for entry in entries if entry.name == match.to]
+    if match.to is None:  # the first with operators whose size the others can have
+        resizable = [entry for entry in entries if recipe.entries[entry.name].resizing != "fixed"]
+        references = sorted(resizable, key=lambda entry: not entry.settings.operators)
+    if not references:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     errors: list[ValueError] = []
-    for reference in sorted(resizable, key=lambda entry: not entry.settings.operators):
-        try:  # the first with operators whose size the others can have
+    for reference in references:
+        try:
             return _entries_matched_to(recipe, entries, reference, vocab_size)
         except ValueError as error:
             errors.append(error)
@@ -327,6 +327,7 @@ def _entries_matched_to(
     """Return all entries, those that may be resized at the size of ``reference``, an entry or a number."""
     match, results = recipe.match, list[SizedEntry]()
     target = reference if isinstance(reference, int) else reference.size.of(match.by)
+    resize = partial(resize_entry, vocab_size=vocab_size, by=match.by, target=target, tolerance=match.tolerance)
     for entry in entries:
         resizing = recipe.entries[entry.name].resizing
         if entry is reference:
@@ -334,27 +335,20 @@ def _entries_matched_to(
         elif resizing == "fixed":
             results.append(entry)
         else:
-            results.append(_resized_entry(recipe, entry.name, entry.settings, vocab_size, target, resizing))
+            results.append(resize(entry.settings, resizing=resizing, name=entry.name))
     return results
-
-
-def _resized_entry(
-    recipe: CompareSettings, name: str, settings: TrainSettings, vocab_size: int | None, target: int, resizing: str
-) -> SizedEntry:
-    """Return an entry resized by the recipe's match settings."""
-    by, tolerance = recipe.match.by, recipe.match.tolerance
-    return resize_entry(settings, vocab_size, by=by, target=target, resizing=resizing, tolerance=tolerance, name=name)
 
 
 def _sized_in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None) -> SizedEntry:
     """Return an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
-    target: Any = recipe.match.to  # a number: several are a comparison each
+    match: Any = recipe.match  # ``to`` is a number: several are a comparison each
+    resize = partial(resize_entry, vocab_size=vocab_size, by="bytes", target=match.to, tolerance=match.tolerance)
     resizing = "operator" if recipe.entries[name].resize == "operator" else "width"
     candidates, errors = list[SizedEntry](), list[ValueError]()
-    for bits in recipe.match.bits:
+    for bits in match.bits:
         settings = recipe.settings_of(name).replace(bits=bits)
         try:
-            candidates.append(_resized_entry(recipe, name, settings, vocab_size, target, resizing))
+            candidates.append(resize(settings, resizing=resizing, name=name))
         except ValueError as error:
             errors.append(error)
     if not candidates:

@@ -263,8 +263,8 @@ def _rank(entry: EntryResult) -> float | None:
 
 
 def _minimum(entry: EntryResult) -> float:
-    losses = ([point.get("validation_loss") for point in run["curve"]] for run in entry["runs"])
-    lowest = [min(loss for loss in rates if loss is not None) for rates in losses]
+    curves = ([point.get("validation_loss") for point in run["curve"]] for run in entry["runs"])
+    lowest = [min(loss for loss in curve if loss is not None) for curve in curves]
     return sum(lowest) / len(lowest)
 
 

@@ -57,7 +57,7 @@ _BAD = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class FitTask:
     """Request a fit to projections and an evaluation on two texts.
 
     Attributes:
@@ -120,17 +120,19 @@ class FitReplication:
     def _model(self) -> str:
         return self.fits.model if self.request.model == papers.PAPER else self.request.model
 
-    def _jobs(self) -> dict[str, Job]:
+    def _tasks(self) -> dict[str, FitTask]:
         """Return every fit by the name of its file."""
         settings = self.fits.settings | {"sequence_length": _LENGTH, "tokens": self.tokens}
         settings |= {"validation_tokens": max(_LENGTH, self.tokens // 8)}
-        jobs = {ORIGINAL: Job(self.evaluation)}
+        tasks = {ORIGINAL: FitTask(self.evaluation)}
         for seed in self.request.seeds:
             for method, about in self.fits.methods.items():
                 for which, projections in self.fits.projections.items():
                     chosen = settings | {"seed": seed, "learning_rate": about.learning_rate}
-                    jobs[f"{method}-{which}-seed-{seed}"] = Job(self.evaluation, about.operator, projections, chosen)
-        return jobs
+                    tasks[f"{method}-{which}-seed-{seed}"] = FitTask(
+                        self.evaluation, about.operator, projections, chosen
+                    )
+        return tasks
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return the requirements on this machine, by name: runs, parameters, tokens, time, disk.
@@ -142,7 +144,7 @@ class FitReplication:
         """
         for text in filter(None, self._texts):
             open_corpus(settings_of(text))
-        jobs, trained, at_once = self._jobs(), self.decoder, workers or available_cores()
+        tasks, trained, at_once = self._tasks(), self.decoder, workers or available_cores()
         if trained is None:
             source, to_train = model_folder(self._model), ""
             model, tokenizer = from_pretrained(source), load_tokenizer(self.request.tokenizer or source)
@@ -154,13 +156,13 @@ class FitReplication:
         for method in self.fits.methods.values():  # raises before anything is timed
             plan(model, dict.fromkeys(projections, method.operator), layers=fitted_layer(model))
         shorter = dataclasses.replace(self, request=self.request.replace(budget=_TIMED * self.request.budget))
-        short = list(shorter._jobs().values())[-1]
+        short = list(shorter._tasks().values())[-1]
         seconds = seconds_of(lambda: fitted(model, tokenizer, [self._texts[0]] * 2, short))
-        seconds *= self.tokens / shorter.tokens * len(jobs) / at_once
+        seconds *= self.tokens / shorter.tokens * len(tasks) / at_once
         table = summary(model)
         return {
-            "runs": f"{len(jobs) - 1} fits of {len(self.fits.methods)} methods to {len(self.fits.projections)} sets of "
-            f"projections, {at_once} at once",
+            "runs": f"{len(tasks) - 1} fits of {len(self.fits.methods)} methods to {len(self.fits.projections)} sets "
+            f"of projections, {at_once} at once",
             "parameters": f"{trained.model if trained else self._model} {number(table.parameters)} "
             f"({number(table.flops_per_token)} FLOPs per token)",
             "tokens": f"{number(self.tokens)} a fit, {number(self.evaluation)} of each text to evaluate",
@@ -176,7 +178,7 @@ class FitReplication:
             second = str(folder / SECOND)
             write_text(folder / SECOND, prose())
         at_once = workers or available_cores()
-        paths = {folder / FITS / f"{name}.json": job for name, job in self._jobs().items()}
+        paths = {folder / FITS / f"{name}.json": task for name, task in self._tasks().items()}
         threads = max(1, available_cores() // at_once)
         with executor_at(executor, at_once, folder.resolve(), slurm or {}) as pool:
             if (trained := self.decoder) is not None:
@@ -184,7 +186,7 @@ class FitReplication:
             model = model_folder(str(folder / DECODER) if trained else self._model)
             arguments = model, self.request.tokenizer, [first, second], threads
             started = [
-                pool.submit(fit, str(path), *arguments, job) for path, job in paths.items() if not path.is_file()
+                pool.submit(fit, str(path), *arguments, task) for path, task in paths.items() if not path.is_file()
             ]
             for done, future in enumerate(as_completed(started), start=1):
                 future.result()
@@ -260,8 +262,8 @@ def prose() -> str:
 
     Python's documentation would not do: the standard library, which the decoder is trained on, contains it.
     """
-    dtypes = [vars(torch).get(name) for name in sorted(torch.__all__)]
-    return "\n\n".join(dict.fromkeys(each.__doc__ for each in dtypes if isroutine(each) and each.__doc__))
+    members = [vars(torch).get(name) for name in sorted(torch.__all__)]
+    return "\n\n".join(dict.fromkeys(each.__doc__ for each in members if isroutine(each) and each.__doc__))
 
 
 def settings_of(text: str) -> DataSettings:
@@ -269,7 +271,7 @@ def settings_of(text: str) -> DataSettings:
     return DataSettings(data=text, max_documents=None if papers.is_here(text) else _DOCUMENTS)
 
 
-def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Job) -> None:
+def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, task: FitTask) -> None:
     """Fit, evaluate, and write the result to ``path``: losses by text, parameters and error.
 
     Args:
@@ -278,10 +280,10 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
         tokenizer: tokenizer to use instead of the model's own.
         texts: as for ``fitted``.
         threads: threads of the CPU.
-        job: what to fit, and how much to evaluate.
+        task: what to fit, and how much to evaluate.
     """
     with on_threads(threads):
-        results = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, job)
+        results = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, task)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json(path, results)
 
@@ -291,7 +293,7 @@ def fitted_layer(model: Any) -> int:
     return len(decoder_layers(model)) // 2
 
 
-def fitted(model: Any, tokenizer: Any, texts: list[str], job: Job) -> dict[str, Any]:
+def fitted(model: Any, tokenizer: Any, texts: list[str], task: FitTask) -> dict[str, Any]:
     """Fit an operator to projections of the model's middle layer and evaluate the model on two texts.
 
     Args:
@@ -299,22 +301,22 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Job) -> dict[str, 
         tokenizer: tokenizer of the texts.
         texts: two texts. The operator is fitted to the first and evaluated on its validation split. The second is
             only evaluated on: all of it, or what it holds out.
-        job: what to fit, and how much to evaluate.
+        task: what to fit, and how much to evaluate.
     """
     results: dict[str, Any] = {}
-    if job.operator is not None:
+    if task.operator is not None:
         report = distill_(
             model,
-            dict.fromkeys(job.projections, job.operator),
+            dict.fromkeys(task.projections, task.operator),
             iter_texts(settings_of(texts[0]), "train"),
             layers=fitted_layer(model),
             tokenizer=tokenizer,
-            settings=job.settings,
+            settings=task.settings,
         )
         results["parameters"] = sum(layer.parameters for layer in report.layers)
         results["error"] = fmean(layer.error for layer in report.layers)
     results["losses"] = [
-        perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job.evaluation).loss
+        perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=task.evaluation).loss
         for text, split in zip(texts, ("validation", evaluation_split(settings_of(texts[1]))), strict=True)
         for documents in [iter_texts(settings_of(text), split)]
     ]

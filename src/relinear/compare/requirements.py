@@ -55,8 +55,9 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
     final, total = seeds * len(entries), sum(count for _, count, _ in runs)
     tokens = sorted({part.steps * part.train.tokens_per_step for part in recipes})
-    several = f" at {len(recipes)} sizes or budgets" * (len(recipes) > 1)
-    tuning = f" and at least {total - final} to tune" * (total > final)  # grids grow where the best is at an end
+    several = f" at {len(recipes)} sizes or budgets" if len(recipes) > 1 else ""
+    # grids grow where the best is at an end
+    tuning = f" and at least {total - final} to tune" if total > final else ""
     return {
         "runs": f"{len(sizes)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
         "parameters": _parameter_text(sizes) + _resized_text(entries),

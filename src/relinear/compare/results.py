@@ -153,7 +153,7 @@ def _budget_text(recipe: CompareSettings, data: PackedData, sized_entries: list[
 def _match_result(recipe: CompareSettings, sized_entries: list[SizedEntry]) -> schema.MatchResult:
     match = recipe.match
     if match.by == "width":
-        return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
+        return {"by": match.by, "target": None, "text": "Entries keep the sizes that they are written with."}
     if match.by == "bytes":
         target = cast(int, match.to)  # of a part: one file size
         text = (

@@ -22,7 +22,7 @@ _PASSES = 3
 #: log a and b of power laws, (R,) each
 Fit = tuple[np.ndarray, np.ndarray]
 #: the fit of the means over seeds, and the fits of the replicates
-Fits = tuple[Fit, Fit]
+FitAndReplicates = tuple[Fit, Fit]
 #: an entry at a width, as in ``scale.json``
 Point = Mapping[str, Any]
 
@@ -111,7 +111,9 @@ def _replicated_losses(recipe: CompareSettings, out_dir: Path, name: str, points
     return np.maximum(np.stack(rows), np.finfo(float).tiny)
 
 
-def _fits(axis: str, points: Mapping[str, Sequence[Point]], losses: Mapping[str, np.ndarray]) -> dict[str, Fits] | None:
+def _fits(
+    axis: str, points: Mapping[str, Sequence[Point]], losses: Mapping[str, np.ndarray]
+) -> dict[str, FitAndReplicates] | None:
     """Return every entry's fits against an axis; None if that was not measured for all of them on one machine."""
     measured = [point for of_entry in points.values() for point in of_entry]
     processors = {point["processor"] for point in measured} - {None}  # None: not noted
@@ -126,7 +128,11 @@ def _fits(axis: str, points: Mapping[str, Sequence[Point]], losses: Mapping[str,
 
 
 def _fit_on_axis(
-    name: str, axis: str, points: Mapping[str, Sequence[Point]], fits: Mapping[str, Fits] | None, dense: Sequence[str]
+    name: str,
+    axis: str,
+    points: Mapping[str, Sequence[Point]],
+    fits: Mapping[str, FitAndReplicates] | None,
+    dense: Sequence[str],
 ) -> dict[str, Any] | None:
     """Return an entry's fit against an axis, and where it crosses each dense entry; None without fits."""
     if fits is None:
@@ -142,7 +148,7 @@ def _fit_on_axis(
     return {"fit": entry_fit, "crossings": crossings}
 
 
-def _compare_fits(fits: Fits, other: Fits, low: float, high: float) -> dict[str, Any]:
+def _compare_fits(fits: FitAndReplicates, other: FitAndReplicates, low: float, high: float) -> dict[str, Any]:
     """Return where (and whether) two fits, of means and of replicates, meet in a range, and their gaps at its ends."""
     meeting, replicated = (crossing(*pair, low, high) for pair in zip(fits, other, strict=True))
     inside = replicated[np.isfinite(replicated)]

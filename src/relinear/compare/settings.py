@@ -129,8 +129,7 @@ class MatchSettings(Settings):
 
     Attributes:
         by: what is made equal: ``parameters``, ``flops`` (of the forward pass for a token) or ``bytes`` (of the file of
-            weights, in which every entry is stored, read back and evaluated). ``width`` resizes no entry: all models
-            have the same width.
+            weights, in which every entry is stored, read back and evaluated). ``width`` resizes no entry.
         to: the entry whose size is the target, or a number; by default the first entry with operators whose size the
             others can be given. For ``bytes`` a size such as 500KB (of 1,000 bytes), or several: one comparison each.
         tolerance: largest relative deviation from the target; beyond it the comparison is refused.
