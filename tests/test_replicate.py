@@ -84,12 +84,13 @@ def test_the_second_text_is_not_in_the_first():
     assert sum(line in first for line in lines) < 0.05 * len(lines)
 
 
-def test_texts_that_the_small_sizes_do_not_read_are_refused():
-    for data in ("cgt-mixture:of=stdlib", "cgt-arithmetic:tasks=1,examples=5,digits=1"):
-        with pytest.raises(ValueError, match="length"):
-            replication("cgt", data=data).requirements()
-    mixture = replication("cgt", data="cgt-mixture:of=stdlib", model="paper", tokenizer="bytes").recipe.train.data
-    assert (mixture.sequence_length, mixture.tokenizer) == (240, "bytes")
+def test_a_text_in_place_of_a_task_has_its_tokenizer_and_a_length_that_the_sizes_read():
+    with pytest.raises(ValueError, match="length"):
+        replication("cgt", data="cgt-arithmetic:tasks=1,examples=5,digits=1").requirements()
+    for text in ("stdlib", "cgt-mixture:of=stdlib"):
+        for model, length in {"paper": 240, "small": 54}.items():
+            data = replication("cgt", data=text, model=model).recipe.train.data
+            assert (data.sequence_length, data.tokenizer) == (length, "bytes")
     assert replication("cgt", data="cgt-arithmetic:tasks=1,examples=6,digits=1").recipe.train.data.sequence_length == 54
 
 

@@ -27,6 +27,7 @@ from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap
 from relinear.compare.settings import CompareSettings
+from relinear.data.tasks import task_of
 from relinear.models import is_preset, preset_config
 from relinear.pages.blocks import Cell, Section, Text
 from relinear.pages.page import write_page
@@ -168,6 +169,9 @@ def replication(
     if request.model == papers.SMALL:
         changes = dict(paper.small)
     if request.data != papers.PAPER:
+        data_of_sizes = CompareSettings.load(apply_overrides(values, changes), name).train.data
+        if (task := task_of(request.data)) is None or not task.defaults():
+            changes["train.data.sequence_length"] = data_of_sizes.sequence_length  # models of tasks read no more
         changes["train.data.data"] = request.data
         if papers.is_here(request.data):
             changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}

@@ -1,8 +1,7 @@
 """Define ``DataSettings``: which text, tokenizer and sequence length a command uses."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -42,14 +41,13 @@ class DataSettings(Settings):
     cache_dir: Path | None = None
     seed: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_task_defaults(cls, values: Any) -> Any:
-        task = task_of(values.get("data")) if isinstance(values, Mapping) else None
-        if task is None:
-            return values
-        defaults = task.defaults()
+    @model_validator(mode="after")
+    def _with_task_defaults(self) -> Self:
+        task = task_of(self.data)
+        defaults = {} if task is None else task.defaults()
         for key, value in defaults.items():
-            if values.get(key, value) != value:
-                raise ValueError(f"{key} is {value!r} for this task, got {quoted(values[key])}; omit it")
-        return defaults | dict(values)
+            if key in self.model_fields_set and getattr(self, key) != value:
+                raise ValueError(f"{key} is {value!r} for this task, got {quoted(getattr(self, key))}; omit it")
+        self.__dict__.update(defaults)
+        self.model_fields_set.difference_update(defaults)  # so that ``replace`` with another text omits them
+        return self
