@@ -174,7 +174,7 @@ def _operate(model: nn.Module, operator: OperatorConfig, cell: dict[str, Any]) -
         if getattr(operator, "context_dim", None):
             attach_(model, ContextManager(dim=_CONTEXT))
         table = replace_(model, {"all-linear": operator})
-    cell["layers"] = table.coverage.layers
+    cell["layers"] = table.coverage.replaced_layers
     cell["left"] = {entry.reason: len(entry.names) for entry in table.coverage.skipped}
     return {name: p for name, p in model.named_parameters() if id(p) not in before}
 

@@ -333,8 +333,8 @@ def unchanged(model, function, *words):
 @pytest.mark.parametrize(
     ("mapping", "options", "words"),
     [
-        ({"all_linear": LOW}, {}, ["'all_linear'", "nearest: all-linear"]),
-        ({"All-Linear": LOW}, {}, ["nearest: all-linear"]),
+        ({"all_linear": LOW}, {}, ["'all_linear'", "did you mean 'all-linear'"]),
+        ({"All-Linear": LOW}, {}, ["did you mean 'all-linear'"]),
         ({"linear": LOW}, {}, ["all-linear"]),
         ({"q_porj": LOW}, {}, ["'q_porj'", "q_proj"]),
         ({LONG: LOW}, {}, ["matches no module"]),

@@ -50,9 +50,9 @@ def test_every_linear_parameter_is_replaced_or_left_for_a_reason(family: str) ->
     if gaps:
         assert any(part in gaps[0] for part in GAPS[family].split("|"))
     assert str(table.coverage) in str(table)
-    assert json.loads(json.dumps(table.to_dict()))["coverage"]["layers"] == table.coverage.layers
+    assert json.loads(json.dumps(table.to_dict()))["coverage"]["replaced_layers"] == table.coverage.replaced_layers
     assert torch.isfinite(model(IDS).logits).all()
-    assert relinear.summary(model).coverage.layers == table.coverage.layers
+    assert relinear.summary(model).coverage.replaced_layers == table.coverage.replaced_layers
 
 
 def test_reasons_are_those_of_the_call() -> None:
@@ -115,7 +115,7 @@ def test_t5_reads_the_weight_of_wo() -> None:
         relinear.replace_(model, {"wo": THIN})
     with pytest.warns(UserWarning, match="T5DenseActDense"):
         table = relinear.replace_(model, {"all-linear": THIN})
-    assert table.coverage.layers == 14
+    assert table.coverage.replaced_layers == 14
     model(input_ids=torch.arange(4)[None], decoder_input_ids=torch.arange(3)[None])
 
 

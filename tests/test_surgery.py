@@ -78,7 +78,7 @@ def test_conv1d_that_is_not_square_is_read_transposed():
 @pytest.mark.parametrize(
     ("mapping", "options", "message"),
     [
-        ({"q_prj": LOW}, {}, r"'q_prj' matches no module; nearest: q_proj"),
+        ({"q_prj": LOW}, {}, r"'q_prj' matches no module; did you mean 'q_proj'"),
         ({r".*\.qq_proj": LOW}, {}, "matches no module"),
         ({"mlp": LOW}, {}, "a LlamaMLP, which cannot be replaced"),
         ({"(": LOW}, {}, "not a valid regular expression"),

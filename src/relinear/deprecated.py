@@ -147,7 +147,7 @@ _ATTRIBUTES_OF_0_2 = {
     "CCL": {"basis_gates": "basis_gate_count"},
     "CompressReport": {"left": "out_of_reach"},
     "Coordinates": {"spread": "ratio"},
-    "Coverage": {"left": "skipped"},
+    "Coverage": {"left": "skipped", "layers": "replaced_layers", "parameters": "replaced_parameters"},
     "FoldReport": {"left": "skipped"},
     "HasHookPoints": {
         "tap_kind": "hook_kind",

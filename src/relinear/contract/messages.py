@@ -33,16 +33,23 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 2 * _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
 
 
-def did_you_mean(name: str, known: Iterable[str], limit: int = _MAX_NAMES) -> str:
-    """Return a phrase: "did you mean ...?" with similar ``known`` names, or "known: ..." with the first ``limit``.
+def similar_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return up to three of the ``known`` names that are similar to ``name``, the most similar one first.
 
-    Names are similar if difflib says so, or if ``name`` abbreviates them ("lr" for "learning_rate").
+    Names are similar if difflib's ratio is at least ``cutoff``, or if ``name`` abbreviates them ("lr" for
+    "learning_rate").
     """
     known = list(known)
     initials = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
-    # Long texts are similar to no name and slow to compare.
-    close = initials or (difflib.get_close_matches(name, known, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else [])
-    if close:
+    if initials or len(name) > _MAX_CHARACTERS:  # long texts are similar to no name and slow to compare
+        return initials
+    return difflib.get_close_matches(name, known, cutoff=cutoff)
+
+
+def did_you_mean(name: str, known: Iterable[str], limit: int = _MAX_NAMES, cutoff: float = 0.6) -> str:
+    """Return "did you mean ...?" with the ``similar_names``, or "known: ..." with the first ``limit`` names."""
+    known = list(known)
+    if close := similar_names(name, known, cutoff):
         return f"did you mean {' or '.join(map(quoted, close))}?"
     more = f" and {len(known) - limit} more" if len(known) > limit else ""
     return f"known: {shorten(', '.join(known[:limit]), limit * 30)}{more}"

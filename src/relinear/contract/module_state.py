@@ -65,7 +65,7 @@ def forward_hooks_on(
         yield
 
 
-def swap_hooks(source: nn.Module, target: nn.Module) -> None:
+def swap_hooks_(source: nn.Module, target: nn.Module) -> None:
     """Exchange the hooks of a layer and its replacement; handles of hooks stay valid."""
     for name in _ALL_HOOKS:
         source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]

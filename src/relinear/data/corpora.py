@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 import itertools
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from relinear.contract.messages import warn_user
+from relinear.contract.messages import similar_names, warn_user
 from relinear.data.chat import Conversation, encodable
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
@@ -83,7 +82,7 @@ def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
 
 def _missing_data(data: str, path: Path) -> ValueError:
     siblings = [entry.name for entry in path.parent.iterdir() if entry.exists()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, [*siblings, "stdlib"], n=1)
+    close = similar_names(path.name, [*siblings, "stdlib"])
     hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else "."
     return ValueError(
         f"{data!r} does not exist{hint} Use 'stdlib', an existing file, folder or pattern, or a Hugging Face Hub name "

@@ -11,7 +11,7 @@ from torch import nn
 
 from relinear.activations.residual_hooks import ResidualHooks
 from relinear.contract.attachment import AttachmentConfig, add_part
-from relinear.contract.module_state import swap_hooks
+from relinear.contract.module_state import swap_hooks_
 from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.attachments import attachments
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
@@ -51,6 +51,6 @@ def connect(block: SubBlock, hooks: ResidualHooks) -> None:
 def without_norm(block: SubBlock) -> nn.Module:
     """Replace the norm in its layer by an identity, which keeps the norm's hooks, and return the norm."""
     norm, identity = block.norm, nn.Identity()
-    swap_hooks(norm, identity)
+    swap_hooks_(norm, identity)
     setattr(block.owner, str(block.norm_name), identity)
     return norm

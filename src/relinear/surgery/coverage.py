@@ -57,19 +57,19 @@ class Coverage:
     Embeddings, norms, convolutions and a head that is tied to the embedding do not count.
 
     Attributes:
-        layers: number of replaced layers.
-        parameters: number of parameters that the replaced layers had.
+        replaced_layers: number of replaced layers.
+        replaced_parameters: number of parameters that they had before.
         skipped: the layers that were not replaced, by reason.
     """
 
-    layers: int
-    parameters: int
+    replaced_layers: int
+    replaced_parameters: int
     skipped: tuple[Unreplaced, ...]
 
     @property
     def total(self) -> int:
         """Return the number of linear parameters, replaced or not."""
-        return self.parameters + sum(entry.parameters for entry in self.skipped)
+        return self.replaced_parameters + sum(entry.parameters for entry in self.skipped)
 
     def share(self, parameters: int) -> float:
         """Return ``parameters`` as a share of the total."""
@@ -77,8 +77,8 @@ class Coverage:
 
     def __str__(self) -> str:
         lines = [
-            f"replaced: {self.layers} layers, {self.share(self.parameters):.1%} of the linear parameters "
-            "(embeddings left out)"
+            f"replaced: {self.replaced_layers} layers, {self.share(self.replaced_parameters):.1%} of the linear "
+            "parameters (embeddings left out)"
         ]
         lines += [f"skipped: {self.share(entry.parameters):.1%}, {entry.describe()}" for entry in self.skipped]
         return "\n".join(lines)
@@ -100,23 +100,28 @@ def coverage(model: nn.Module, before: Mapping[str, int], skipped: Mapping[str, 
     """
     head_ids = output_head_ids(model)
     embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+
+    def reason(name: str, module: nn.Module, obstacle: str | None, own: list[nn.Parameter]) -> str:
+        if obstacle is not None:
+            return obstacle
+        if any(id(p) in embedded for p in own):
+            return _TIED
+        if id(module) in head_ids:
+            return OUTPUT_HEAD
+        return skipped.get(name) or _weight_reader_reason(model, name)
+
     layers = parameters = 0
     groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
-    for name, module, reason in _linear_maps(model):
+    for name, module, obstacle, own in _linear_maps(model):
         if embeds(module):
             continue
         if isinstance(module, Operator):
             layers += 1
             parameters += before.get(name, dense_size(module))
             continue
-        matrices = [p for p in module.parameters(recurse=reason is None) if reason != _FUSED or p.ndim > 1]
-        if reason is None and any(id(p) in embedded for p in matrices):
-            reason = _TIED
-        if reason is None:
-            reason = OUTPUT_HEAD if id(module) in head_ids else skipped.get(name) or _weight_reader_reason(model, name)
-        names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
+        names, counts = groups.setdefault((reason(name, module, obstacle, own), type(module).__name__), ([], []))
         names.append(name)
-        counts.append(sum(p.numel() for p in matrices if id(p) not in embedded))
+        counts.append(sum(p.numel() for p in own if id(p) not in embedded))
     entries = (Unreplaced(*group, tuple(names), sum(counts)) for group, (names, counts) in groups.items())
     return Coverage(layers, parameters, tuple(sorted(entries, key=lambda entry: -entry.parameters)))
 
@@ -126,19 +131,27 @@ def _weight_reader_reason(model: nn.Module, name: str) -> str:
     return f"{READ_ELSEWHERE} ({reader})" if reader else "dense"
 
 
-def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield (name, module, why it cannot be replaced) for operators, linear layers and other matrices, each once."""
+def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None, list[nn.Parameter]]]:
+    """Yield (name, module, why no pattern can match it, own parameters) of operators, linear layers and other matrices.
+
+    Each module comes once; the reason is None if a pattern can match it.
+    """
     visited: set[int] = set()
 
-    def walk(module: Any, name: str, adapter: bool) -> Iterator[tuple[str, nn.Module, str | None]]:
+    def walk(module: Any, name: str, adapter: bool) -> Iterator[tuple[str, nn.Module, str | None, list[nn.Parameter]]]:
         if id(module) in visited:
             return
         visited.add(id(module))
-        reason = None if is_replaceable(module) else _SUBCLASS if isinstance(module, nn.Linear) else _FUSED
-        if reason != _FUSED or _holds_matrices(module):
-            yield name, module, _ADAPTER if adapter else reason
-        if reason is None:
+        if is_replaceable(module):
+            yield name, module, _ADAPTER if adapter else None, list(module.parameters(recurse=not adapter))
             return
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear):
+            yield name, module, _ADAPTER if adapter else _SUBCLASS, own
+        elif _holds_matrices(module):
+            if not adapter:
+                own = [p for p in own if p.ndim > 1]
+            yield name, module, _ADAPTER if adapter else _FUSED, own
         for key, child in module.named_children():
             if not key.startswith(PART_PREFIX):
                 yield from walk(child, f"{name}.{key}" if name else key, adapter or is_added_by_peft(module, key))

@@ -14,7 +14,7 @@ from relinear.hf.config_record import finish_surgery_
 from relinear.hf.stock_layer import to_stock_layer
 from relinear.surgery.select import is_adapted
 from relinear.surgery.separate_experts import fuse_experts_
-from relinear.surgery.tied import swap_layer, untie_config_
+from relinear.surgery.tied import replace_layer_keeping_ties_, untie_config_
 
 
 @with_attributes_of_0_2
@@ -86,7 +86,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     aliases = list(model.named_modules(remove_duplicate=False))
     for name, linear in stock_layers.items():
         operator = operators[name]
-        swap_layer(model, [alias for alias, module in aliases if module is operator], operator, linear)
+        replace_layer_keeping_ties_(model, [alias for alias, module in aliases if module is operator], operator, linear)
     fuse_experts_(model)
     finish_surgery_(model)
     after = _logits(model, inputs)

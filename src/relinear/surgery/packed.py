@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from relinear.contract.config import IntRange, check_value
+from relinear.contract.input_checks import check_finite
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import named_operators
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
@@ -115,9 +116,7 @@ def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | No
     Raises:
         ValueError: if a weight is NaN or infinite, with its name.
     """
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"{name}: a weight is NaN or infinite")
+    check_finite(model)
     state: dict[str, Tensor] = {}
     for name, value, is_packed in _checkpoint_tensors(model, bits):
         moment = (moments or {}).get(name)

@@ -28,7 +28,7 @@ from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, parameter_tied_to, reader_of_weight, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
-from relinear.surgery.tied import check_can_embed, swap_layer, tied_head
+from relinear.surgery.tied import check_can_embed, replace_layer_keeping_ties_, tied_head
 
 #: warn about operators with more than this factor of the replaced layer's parameters
 _WARN_ABOVE = 1.5
@@ -95,7 +95,7 @@ class Plan:
         operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
         for replacement, operator in zip(self.replacements, operators, strict=True):
             target = replacement.target
-            swap_layer(self.model, (target.name, *target.aliases), target.module, operator)
+            replace_layer_keeping_ties_(self.model, (target.name, *target.aliases), target.module, operator)
         finish_surgery_(self.model)
         if unwrapped(self.model) is not self.model and operators:
             if self.init == "fresh":

@@ -26,7 +26,7 @@ from relinear.hf.vocabulary import token_tables
 from relinear.surgery.packed import GROUP, SUFFIX, Unpack
 from relinear.surgery.saved_config import remove_file_only_fields_
 from relinear.surgery.select import PART_PREFIX
-from relinear.surgery.tied import swap_layer
+from relinear.surgery.tied import replace_layer_keeping_ties_
 from relinear.system.text import some_names
 
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
@@ -195,7 +195,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
         source, config = _layer_of(model, name), OperatorConfig.from_dict(values)
         if source is not None and getattr(source, "config", None) != config:
             aliases = [alias for alias, module in modules if module is source]
-            swap_layer(model, aliases, source, config.convert(source))
+            replace_layer_keeping_ties_(model, aliases, source, config.convert(source))
     finish_surgery_(model)
 
 

@@ -1,7 +1,6 @@
 """Select the modules that patterns match, with PEFT's rules for names, layers, exclusions and a filter."""
 
 import dataclasses
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.messages import quoted
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import existing_layer_indices, layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
@@ -19,7 +18,6 @@ from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_name, liste
 PART_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
-_LONGEST_NAME = 200  # characters of a pattern that are compared with names
 #: "parent class.layer" of transformers layers whose parent reads their weight without calling them
 _READ_BY_PARENT = re.compile(
     r".*(ActDense\.(wo|fc2)|(Mixer|MambaLayer)\.(dt|x|out)_proj|Indexer\.weights_proj)"
@@ -132,10 +130,11 @@ def _no_match(pattern: str, named_modules: Iterable[tuple[nn.Module, list[str]]]
             "only nn.Linear, GPT-2's Conv1D and relinear operators can (not their subclasses)"
         )
     linear = sorted({part for name, module in modules.items() if is_replaceable(module) for part in _suffixes(name)})
-    known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
-    close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]
-    nearest = ", ".join(close) or "none, no linear layer"
-    return ValueError(f"pattern {quoted(pattern)} matches no module; nearest: {nearest}")
+    if not linear:
+        return ValueError(f"pattern {quoted(pattern)} matches no module; the model has no linear layer")
+    known = linear if pattern == ALL_LINEAR else [*linear, ALL_LINEAR]
+    hint = did_you_mean(pattern, known, limit=8, cutoff=0.3)
+    return ValueError(f"pattern {quoted(pattern)} matches no module; {hint}")
 
 
 def _with_owners(name: str) -> Iterator[str]:
@@ -149,6 +148,50 @@ def _suffixes(name: str) -> Iterator[str]:
     for start in range(len(parts)):
         if not parts[start].isdigit():
             yield ".".join(parts[start:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selection:
+    """Match a model's modules with the arguments of ``select_targets``, which are checked."""
+
+    model: nn.Module
+    mapping: Mapping[str, Any]
+    layers: set[int] | None
+    excluded: list[str]
+    filter_fn: Callable[[nn.Module, str], bool] | None
+    head_ids: set[int]
+    embedding: Any
+    layer_of: Callable[[str], int | None]
+
+    def matching_patterns(self, module: nn.Module, names: list[str]) -> list[str]:
+        """Return the patterns that match ``module``; those for linear layers do not match an embedding."""
+        if module is self.embedding:
+            patterns = [p for p in self.mapping if p != ALL_LINEAR and is_name(p)]
+        else:
+            patterns = list(self.mapping)
+        is_head = id(module) in self.head_ids
+        aliases = _with_stock_names(names)
+        return [p for p in patterns if (not is_head if p == ALL_LINEAR else any(matches(p, name) for name in aliases))]
+
+    def reason_to_skip(self, module: nn.Module, names: list[str], hits: list[str]) -> str | None:
+        """Return why ``module``, which the patterns ``hits`` match, is left alone; None if it is a target."""
+        name = names[0]
+        if not hits:
+            return OUTPUT_HEAD if id(module) in self.head_ids else "no pattern names them"
+        owners = [owner for alias in _with_stock_names(names) for owner in _with_owners(alias)]
+        if any(matches(pattern, owner) for pattern in self.excluded for owner in owners):
+            return "exclude="
+        if self.layers is not None and not any(self.layer_of(alias) in self.layers for alias in names if alias):
+            return "layers="
+        if self.filter_fn is not None and not self.filter_fn(module, name):
+            return "filter_fn="
+        reader = reader_of_weight(self.model, name) if hits[0] == ALL_LINEAR and name else None
+        return f"{READ_ELSEWHERE} ({reader})" if reader else None
+
+
+def _with_stock_names(names: list[str]) -> list[str]:
+    """Return ``names``, each followed by its name in a model without PEFT."""
+    return [alias for name in names for alias in dict.fromkeys((name, stock_name(name)))]
 
 
 def select_targets(
@@ -167,7 +210,6 @@ def select_targets(
     """
     check_patterns(mapping)
     modules = _modules_with_names(model)
-    head_ids = output_head_ids(model)
     excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
     all_names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in excluded:
@@ -177,35 +219,23 @@ def select_targets(
         raise ValueError(f"filter_fn must be a function of (module, name), got {quoted(filter_fn)}")
     layer_of = layer_finder(model)
     wanted_layers = _wanted_layers(layer_of, layers, (name for _, names in modules.values() for name in names))
+    embedding = _embedding(model)
+    selection = _Selection(
+        model, mapping, wanted_layers, excluded, filter_fn, output_head_ids(model), embedding, layer_of
+    )
     used: set[str] = set()
     chosen: list[Target] = []
     skipped: dict[str, str] = {}
-    table = _embedding(model)
     for module, names in modules.values():
-        if not is_replaceable(module) and module is not table:
+        if not is_replaceable(module) and module is not embedding:
             continue
-        all_aliases = [alias for name in names for alias in dict.fromkeys((name, stock_name(name)))]
-        # patterns for linear layers do not match an embedding; it must be named
-        patterns = [p for p in mapping if p != ALL_LINEAR and is_name(p)] if module is table else mapping
-        hits = [
-            p
-            for p in patterns
-            if (id(module) not in head_ids if p == ALL_LINEAR else any(matches(p, name) for name in all_aliases))
-        ]
+        hits = selection.matching_patterns(module, names)
         used.update(hits)
-        if not hits:
-            if module is not table:
-                skipped[names[0]] = OUTPUT_HEAD if id(module) in head_ids else "no pattern names them"
-        elif any(matches(p, name) for p in excluded for alias in all_aliases for name in _with_owners(alias)):
-            skipped[names[0]] = "exclude="
-        elif wanted_layers is not None and not any(layer_of(name) in wanted_layers for name in names if name):
-            skipped[names[0]] = "layers="
-        elif filter_fn is not None and not filter_fn(module, names[0]):
-            skipped[names[0]] = "filter_fn="
-        elif hits[0] == ALL_LINEAR and names[0] and (reader := reader_of_weight(model, names[0])):
-            skipped[names[0]] = f"{READ_ELSEWHERE} ({reader})"
-        else:
+        reason = selection.reason_to_skip(module, names, hits)
+        if reason is None:
             chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
+        elif hits or module is not embedding:
+            skipped[names[0]] = reason
     for pattern in mapping:
         if pattern not in used:
             raise _no_match(pattern, modules.values())

@@ -15,7 +15,7 @@ from relinear.contract.linear_layers import linear_of
 from relinear.hf.attachments import forget_attachment_
 from relinear.hf.config_record import finish_surgery_
 from relinear.surgery.plan import attach_
-from relinear.surgery.swap import swap_module
+from relinear.surgery.replace_module import replace_module_
 
 
 class ExpertLayers(nn.Module):
@@ -95,7 +95,7 @@ class SeparateExperts(AttachmentConfig):
         """Replace every module of fused experts by ``ExpertLayers``."""
         for name, module in [*model.named_modules()]:
             if _is_fused(module):
-                swap_module(model, [name], module, ExpertLayers(module))
+                replace_module_(model, [name], module, ExpertLayers(module))
 
 
 def fuse_experts_(model: nn.Module) -> None:
@@ -104,7 +104,7 @@ def fuse_experts_(model: nn.Module) -> None:
     layers = [layer for _, module in modules for expert in module.children() for layer in expert.children()]
     if modules and all(type(layer) is nn.Linear for layer in layers):
         for name, module in modules:
-            swap_module(model, [name], module, module.fuse())
+            replace_module_(model, [name], module, module.fuse())
         forget_attachment_(model, SeparateExperts())
         finish_surgery_(model)
 

@@ -13,7 +13,7 @@ from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.model_layout import output_head
 from relinear.hf.peft_models import unwrapped
-from relinear.surgery.swap import swap_module
+from relinear.surgery.replace_module import replace_module_
 
 
 class TiedHead(nn.Module):
@@ -67,10 +67,10 @@ def tied_head(model: Any, table: nn.Module) -> Any:
     return head if shared or tied_to == f"{names.get(id(table))}.weight" else None
 
 
-def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any) -> None:
-    """Replace ``source`` by ``target`` (``swap_module``); a head that was tied to ``source`` is tied to ``target``."""
+def replace_layer_keeping_ties_(model: Any, names: Iterable[str], source: nn.Module, target: Any) -> None:
+    """Replace ``source`` by ``target``, and tie a head that was tied to ``source`` to ``target``."""
     head = tied_head(model, source)
-    swap_module(model, names, source, target)
+    replace_module_(model, names, source, target)
     if head is None:
         return
     model = unwrapped(model)
@@ -83,7 +83,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
         tied.weight, tied.bias = target.weight, head.bias
         del model._tied_weights_keys  # the class attribute applies again
     tied.train(head.training)
-    swap_module(model, names, head, tied)
+    replace_module_(model, names, head, tied)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
@@ -96,7 +96,7 @@ def untie_config_(model: Any) -> None:
             return
         names, operator = [n for n, m in model.named_modules() if m is head], head.table
         operator.num_embeddings, operator.bias = None, head.bias
-        swap_module(model, names, head, operator)
+        replace_module_(model, names, head, operator)
         finish_surgery_(model)
     elif head is None or not isinstance(model.get_input_embeddings(), Operator):
         return

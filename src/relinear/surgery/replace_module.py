@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from relinear.contract.module_state import swap_hooks
+from relinear.contract.module_state import swap_hooks_
 from relinear.hf.initialization import mark_initialized_
 
 
-def swap_module(model: nn.Module, names: Iterable[str], source: nn.Module, target: nn.Module) -> None:
+def replace_module_(model: nn.Module, names: Iterable[str], source: nn.Module, target: nn.Module) -> None:
     """Replace ``source`` by ``target`` under each of ``names``; ``target`` takes over its hooks."""
-    swap_hooks(source, target)
+    swap_hooks_(source, target)
     mark_initialized_(target)
     for name in names:
         model.set_submodule(name, target)
