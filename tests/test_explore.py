@@ -14,9 +14,9 @@ from relinear.data import DataSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.explore import units as units_module
 from relinear.explore.changes import effect, try_change
+from relinear.explore.explored_model import load_explored_model
 from relinear.explore.page import static_page
 from relinear.explore.server import MAX_BODY_BYTES, make_server
-from relinear.explore.subject import prepare_subject
 from relinear.explore.units import BINS, TOP, choose_hook_points, index_units, read_index, values_of
 from relinear_cli.main import main
 from tiny_models import make_cgt, starting_tokenizer
@@ -66,22 +66,22 @@ def prepared(folder, texts, **settings):
 
     model, tokenizer = relinear.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     settings = {"sequences": 30, "length": 24} | settings
-    return prepare_subject(
+    return load_explored_model(
         str(folder), model, tokenizer, data=DataSettings(data=str(texts), validation_fraction=0.5), **settings
     )
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory, texts):
+def explored(tmp_path_factory, texts):
     torch.manual_seed(0)
     return prepared(saved(with_latents(), tmp_path_factory.mktemp("model") / "a & <b>"), texts)
 
 
-def test_typed_text_begins_as_the_tokenizer_says(subject, monkeypatch) -> None:
-    monkeypatch.setattr(subject, "tokenizer", starting_tokenizer())
-    assert subject.encode("ab").tolist() == [257, 97, 98]
+def test_typed_text_begins_as_the_tokenizer_says(explored, monkeypatch) -> None:
+    monkeypatch.setattr(explored, "tokenizer", starting_tokenizer())
+    assert explored.encode("ab").tolist() == [257, 97, 98]
     with pytest.raises(ValueError, match="type some text first"):
-        subject.encode("")
+        explored.encode("")
 
 
 # The index
@@ -161,13 +161,13 @@ def test_fewer_texts_than_places_leave_some_empty() -> None:
     assert [facts.layer for facts in index.hook_points.values()] == [0, 1]
 
 
-def test_an_index_is_kept_and_made_again_where_anything_changed(subject, tmp_path) -> None:
-    subject.index.save(tmp_path / "index")
-    made_from = dict(subject.index.made_from)
+def test_an_index_is_kept_and_made_again_where_anything_changed(explored, tmp_path) -> None:
+    explored.index.save(tmp_path / "index")
+    made_from = dict(explored.index.made_from)
     again = read_index(tmp_path / "index", made_from)
-    assert again.hook_points == subject.index.hook_points
-    assert torch.equal(again.ids, subject.index.ids)
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in subject.index.tensors.items())
+    assert again.hook_points == explored.index.hook_points
+    assert torch.equal(again.ids, explored.index.ids)
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in explored.index.tensors.items())
     assert read_index(tmp_path / "index", made_from | {"data": "other"}) is None
     assert read_index(tmp_path / "nowhere", made_from) is None
     whole = (tmp_path / "index" / "units.safetensors").read_bytes()
@@ -202,91 +202,93 @@ def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
 )
 def test_the_code_that_is_shown_repeats_a_change(make, point, action, value, tmp_path, texts, capsys) -> None:
     torch.manual_seed(0)
-    subject = prepared(saved(make(), tmp_path / "it's"), texts, sequences=4)
-    found = try_change(subject, 'a "text" of\\n its own\'s', point, 3, action, value, new=5)
+    explored = prepared(saved(make(), tmp_path / "it's"), texts, sequences=4)
+    found = try_change(explored, 'a "text" of\\n its own\'s', point, 3, action, value, new=5)
     assert found["after"]["divergence"] > 0
     names = {}
     exec(compile(found["code"], "shown", "exec"), names)
-    ids = [subject.tokenizer.encode(token) for token in found["tokens"]]
+    ids = [explored.tokenizer.encode(token) for token in found["tokens"]]
     single = [n for n, one in enumerate(ids) if len(one) == 1]  # the others are parts of characters
     assert len(single) > 3
     chosen = [ids[n][0] for n in single]
-    torch.testing.assert_close(names["shares"][chosen], torch.tensor(found["after"]["shares"])[single])
+    torch.testing.assert_close(names["probabilities"][chosen], torch.tensor(found["after"]["probabilities"])[single])
     assert found["after"]["text"] in capsys.readouterr().out
     with torch.no_grad():
-        plain = subject.model(names["ids"]).logits[0, -1].softmax(-1)
-    torch.testing.assert_close(plain[chosen], torch.tensor(found["before"]["shares"])[single])
+        plain = explored.model(names["ids"]).logits[0, -1].softmax(-1)
+    torch.testing.assert_close(plain[chosen], torch.tensor(found["before"]["probabilities"])[single])
 
 
-def test_the_control_is_another_unit_moved_as_far(subject) -> None:
-    found = try_change(subject, "some text", Q0, 2, "set", 1.0, new=0, seed=1)
+def test_the_control_is_another_unit_moved_as_far(explored) -> None:
+    found = try_change(explored, "some text", Q0, 2, "set", 1.0, new=0, seed=1)
     control = found["control"]["change"]
-    assert (control["point"], control["unit"]) == subject.control_of(Q0, 2, 1)
+    assert (control["point"], control["unit"]) == explored.control_of(Q0, 2, 1)
     assert control["unit"] != 2
-    mean, std = subject.index.tensors["mean"], subject.index.tensors["std"]
-    rows = [subject.index.row(Q0, unit) for unit in (2, control["unit"])]
+    mean, std = explored.index.tensors["mean"], explored.index.tensors["std"]
+    rows = [explored.index.row(Q0, unit) for unit in (2, control["unit"])]
     away = [float((v - mean[r]) / std[r]) for v, r in zip((1.0, control["value"]), rows)]
     assert away[0] == pytest.approx(away[1], rel=1e-3)
-    assert len({subject.control_of(Q0, 2, seed) for seed in range(60)}) == 5
+    assert len({explored.control_of(Q0, 2, seed) for seed in range(60)}) == 5
 
 
-def test_an_effect_is_that_of_the_unit_at_its_mean(subject) -> None:
-    found = effect(subject, Q0, 1)
-    row = subject.index.row(Q0, 1)
+def test_an_effect_is_that_of_the_unit_at_its_mean(explored) -> None:
+    found = effect(explored, Q0, 1)
+    row = explored.index.row(Q0, 1)
     expected = []
-    for text, place in zip(subject.index.tensors["most_row"][row][:5], subject.index.tensors["most_token"][row][:5]):
-        ids = subject.index.ids[text].long()[None, : place + 1]
+    for text, place in zip(explored.index.tensors["most_row"][row][:5], explored.index.tensors["most_token"][row][:5]):
+        ids = explored.index.ids[text].long()[None, : place + 1]
         with torch.no_grad():
-            before = subject.model(ids).logits[0, -1].log_softmax(-1)
+            before = explored.model(ids).logits[0, -1].log_softmax(-1)
             with relinear.activations.intervene(
-                subject.model, {Q0: relinear.activations.Patch(float(subject.index.tensors["mean"][row]), dims=[1])}
+                explored.model, {Q0: relinear.activations.Patch(float(explored.index.tensors["mean"][row]), dims=[1])}
             ):
-                after = subject.model(ids).logits[0, -1].log_softmax(-1)
+                after = explored.model(ids).logits[0, -1].log_softmax(-1)
         expected.append((before.exp() * (before - after)).sum())
     assert found["unit"]["divergence"] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-2, abs=1e-7)
-    assert found["control_unit"] == subject.control_of(Q0, 1)
+    assert found["control_unit"] == explored.control_of(Q0, 1)
 
 
-def test_colours_are_the_values_along_the_text(subject) -> None:
-    found = subject.color("a text", Q0, 4)
-    ids = subject.encode("a text")
-    values = values_of(subject.model, ids, {Q0: subject.points[Q0]})[Q0]
+def test_colours_are_the_values_along_the_text(explored) -> None:
+    found = explored.color("a text", Q0, 4)
+    ids = explored.encode("a text")
+    values = values_of(explored.model, ids, {Q0: explored.points[Q0]})[Q0]
     assert found["tokens"] == list("a text")
     assert found["values"] == pytest.approx(values[:, 4].tolist())
     assert [len(one) for one in found["strongest"]] == [3] * 6
 
 
-def test_search_finds_units_by_their_marked_tokens(subject) -> None:
-    found = subject.search("o")
+def test_search_finds_units_by_their_marked_tokens(explored) -> None:
+    found = explored.search("o")
     assert found
     for one in found[:3]:
-        page = subject.unit(one["point"], one["unit"])
+        page = explored.unit(one["point"], one["unit"])
         marks = [entry["tokens"][entry["token"]] for entry in page["most"]]
         assert sum("o" in mark.lower() for mark in marks) == one["count"]
     assert [one["count"] for one in found] == sorted((one["count"] for one in found), reverse=True)
-    assert subject.search("no token is like this") == []
+    assert explored.search("no token is like this") == []
 
 
 def test_a_prefix_is_shown_as_weights(tmp_path, texts) -> None:
     from relinear.explore.changes import prefix_view
 
-    subject = prepared(saved(with_prefixes(), tmp_path / "cgt"), texts, sequences=4)
-    found = prefix_view(subject, "a prefix", "a text")
-    special = relinear.specialize(subject.model, subject.encode("a prefix"))
+    explored = prepared(saved(with_prefixes(), tmp_path / "cgt"), texts, sequences=4)
+    found = prefix_view(explored, "a prefix", "a text")
+    special = relinear.specialize(explored.model, explored.encode("a prefix"))
     with torch.no_grad():
-        shares = special(subject.encode("a text")[None]).logits[0, -1].softmax(-1)
-    best = [subject.token_text(int(token)) for token in shares.topk(3).indices]
+        shares = special(explored.encode("a text")[None]).logits[0, -1].softmax(-1)
+    best = [explored.token_text(int(token)) for token in shares.topk(3).indices]
     assert set(best) <= set(found["tokens"])
-    assert sorted(found["shares"]["specialised"], reverse=True)[:3] == pytest.approx(shares.topk(3).values.tolist())
-    context = subject.model.context(subject.encode("a prefixa text")[None])[0]
+    assert sorted(found["probabilities"]["specialised"], reverse=True)[:3] == pytest.approx(
+        shares.topk(3).values.tolist()
+    )
+    context = explored.model.context(explored.encode("a prefixa text")[None])[0]
     assert torch.tensor(found["context"]).shape == context.shape
     torch.testing.assert_close(torch.tensor(found["context"]), context)
     names = {f"transformer.h.{n}.{layer}" for n in (2, 3) for layer in ("attn.c_attn", "mlp.c_fc")}
     assert {row["name"] for row in found["weights"]} == names
     weight = "transformer.h.2.mlp.c_fc.weight"
-    change = special.state_dict()[weight] - subject.model.state_dict()[weight]
+    change = special.state_dict()[weight] - explored.model.state_dict()[weight]
     row = next(row for row in found["weights"] if row["name"] == weight.removesuffix(".weight"))
-    assert row["change"] == pytest.approx(float(change.norm() / subject.model.state_dict()[weight].norm()), rel=1e-4)
+    assert row["change"] == pytest.approx(float(change.norm() / explored.model.state_dict()[weight].norm()), rel=1e-4)
     assert 1 <= row["rank"] <= 10  # templates times rank
 
 
@@ -294,8 +296,8 @@ def test_a_prefix_is_shown_as_weights(tmp_path, texts) -> None:
 
 
 @pytest.fixture(scope="module")
-def address(subject):
-    server = make_server([subject, subject])
+def address(explored):
+    server = make_server([explored, explored])
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server.server_address
@@ -322,10 +324,10 @@ def test_the_server_listens_on_this_machine_alone(address) -> None:
     assert "a &amp; &lt;b&gt;" in page
 
 
-def test_the_server_answers(address, subject) -> None:
+def test_the_server_answers(address, explored) -> None:
     status, answer, _ = ask(address, "GET", f"/api/unit?model=1&point={Q0}&unit=3&seed=2")
     assert status == 200
-    assert json.loads(answer)["unit"] == json.loads(json.dumps(subject.unit(Q0, 3)))
+    assert json.loads(answer)["unit"] == json.loads(json.dumps(explored.unit(Q0, 3)))
     values = {"model": 0, "text": "hm", "point": Q0, "unit": 1, "action": "add", "value": 2, "new": 3}
     status, answer, _ = ask(address, "POST", "/api/change", values)
     assert status == 200
@@ -392,16 +394,16 @@ def test_the_command_says_what_is_wrong(tmp_path, texts, capsys) -> None:
     assert (model / "explore" / "index.json").is_file()
 
 
-def test_a_port_in_use_is_said(address, subject) -> None:
+def test_a_port_in_use_is_said(address, explored) -> None:
     with pytest.raises(OSError, match="another --port"):
-        make_server([subject], port=address[1])
+        make_server([explored], port=address[1])
 
 
 # The page
 
 
-def test_text_of_corpus_and_file_names_is_escaped_in_the_file(subject) -> None:
-    page = static_page([subject], effects=2)
+def test_text_of_corpus_and_file_names_is_escaped_in_the_file(explored) -> None:
+    page = static_page([explored], effects=2)
     tags = re.findall(r"<(script|img)\b([^>]*)>", page)
     assert [tag for tag, _ in tags] == ["script"] * 3
     assert "<b>" not in page
@@ -428,8 +430,8 @@ def fits(view):
     view.set_viewport_size({"width": 1280, "height": 800})
 
 
-def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
-    server = make_server([subject])
+def test_the_page_shows_units_and_changes_them(browser, explored) -> None:
+    server = make_server([explored])
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_address[1]}/"
     try:
@@ -473,10 +475,10 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
 def test_thousands_of_units_open_at_once(browser, texts, tmp_path) -> None:
     """In processor time of the page, for a busy machine takes its own time by the clock."""
     model = make_tiny_llama(vocab_size=258, hidden_size=192, intermediate_size=512, num_hidden_layers=3)
-    subject = prepared(saved(model, tmp_path / "model"), texts, sequences=20, length=16)
-    assert sum(facts.size for facts in subject.index.hook_points.values()) > 5_000
+    explored = prepared(saved(model, tmp_path / "model"), texts, sequences=20, length=16)
+    assert sum(facts.size for facts in explored.index.hook_points.values()) > 5_000
     path = tmp_path / "many.html"
-    path.write_text(static_page([subject]), encoding="utf-8")
+    path.write_text(static_page([explored]), encoding="utf-8")
     view = browser.new_page()
     meter = view.context.new_cdp_session(view)
     meter.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -486,15 +488,15 @@ def test_thousands_of_units_open_at_once(browser, texts, tmp_path) -> None:
     assert measured["TaskDuration"] < 2
 
 
-def test_the_file_shows_units_without_a_server(browser, subject, tmp_path) -> None:
+def test_the_file_shows_units_without_a_server(browser, explored, tmp_path) -> None:
     path = tmp_path / "mailed.html"
-    path.write_text(static_page([subject, subject], effects=3), encoding="utf-8")
+    path.write_text(static_page([explored, explored], effects=3), encoding="utf-8")
     view, wrong = view_of(browser, path.as_uri(), "file:")
     assert view.locator(".pane").count() == 2
     assert "To type texts or change units, run relinear explore" in view.locator("#how").inner_text()
     assert view.get_by_role("button", name="Change it").count() == 0
     unit = view.locator("[data-role=unit]").first
-    expected = subject.unit(Q0, 0)
+    expected = explored.unit(Q0, 0)
     assert unit.locator("li").count() == TOP
     marked = unit.locator(".marked").first.inner_text()
     assert marked.strip() == expected["most"][0]["tokens"][expected["most"][0]["token"]].strip()

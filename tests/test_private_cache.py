@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from relinear.explore import units
-from relinear.explore.subject import _default_folder
+from relinear.explore.explored_model import _default_folder
 from relinear.kernels.native import build
 from relinear.system import private_cache
 from relinear.system.private_cache import check_private, private_folder

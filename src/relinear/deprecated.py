@@ -53,6 +53,7 @@ MOVED_MODULES = {
     "relinear.compress.calibrate": "relinear.compression.calibrate",
     "relinear.compress.export_gguf": "relinear.compression.gguf",
     "relinear.compress.settings": "relinear.compression.settings",
+    "relinear.explore.subject": "relinear.explore.explored_model",
     "relinear.train.callbacks": "relinear.training.callbacks",
     "relinear.train.fit": "relinear.training.fitting",
     "relinear.train.optim": "relinear.training.optim",
@@ -88,6 +89,7 @@ _RENAMED = {
     ("relinear.contract.auxiliary_losses", "IGNORED_LABEL"): "relinear.hf.labels:IGNORED_LABEL",
     ("relinear.contract.auxiliary_losses", "share_of_batch"): "relinear.hf.labels:share_of_batch",
     ("relinear.contract.config", "layer_indices"): "relinear.hf.model_layout:layer_indices",
+    ("relinear.explore.explored_model", "prepare_subject"): "load_explored_model",
     ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:ModelWithObjective",
 }
 

@@ -50,24 +50,24 @@ def command(
         check_page(static, overwrite)
     text = DataSettings(data=data, text_column=text_column)
     options.prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
-    subject_options: Any = {"data": text, "sequences": sequences, "length": length}
-    subject_options["wanted"] = options.parse_names(hook_points)
+    load_options: Any = {"data": text, "sequences": sequences, "length": length}
+    load_options["patterns"] = options.parse_names(hook_points)
     folders = [index] if second is None else [index and index / one for one in ("first", "second")]
     named = zip(filter(None, [model, second]), folders, strict=True)
-    subjects = [_subject(name, tokenizer, folder, **subject_options) for name, folder in named]
+    models = [_load(name, tokenizer, folder, **load_options) for name, folder in named]
     if static is not None:
         with watch() as on_progress:
-            path = write_html(static, static_page(subjects, effects, on_progress))
+            path = write_html(static, static_page(models, effects, on_progress))
         print(f"written: {path.resolve()}, {path.stat().st_size / 1e6:.1f} MB")
         return
-    _serve(subjects, host, port)
+    _serve(models, host, port)
 
 
-def _serve(subjects: list[Any], host: str, port: int) -> None:
+def _serve(models: list[Any], host: str, port: int) -> None:
     """Print the address and serve until Ctrl-C."""
     from relinear.explore.server import make_server
 
-    server = make_server(subjects, host, port)
+    server = make_server(models, host, port)
     address = f"[{host}]" if ":" in host else host
     print(f"http://{address}:{server.server_address[1]}/  (Ctrl-C ends it)", flush=True)
     with server:
@@ -77,9 +77,9 @@ def _serve(subjects: list[Any], host: str, port: int) -> None:
             print()
 
 
-def _subject(name: str, tokenizer: str | None, folder: Path | None, **subject_options: Any) -> Any:
+def _load(name: str, tokenizer: str | None, folder: Path | None, **load_options: Any) -> Any:
     """Return the model that the user named, with its tokenizer and its index."""
-    from relinear.explore.subject import prepare_subject
+    from relinear.explore.explored_model import load_explored_model
     from relinear.models import model_folder
     from relinear_cli.progress import watch
 
@@ -87,4 +87,6 @@ def _subject(name: str, tokenizer: str | None, folder: Path | None, **subject_op
     loaded = options.load_model(name, presets=False)
     model_tokenizer = options.load_model_tokenizer(name, tokenizer, separates=False)
     with watch(name) as on_progress:
-        return prepare_subject(name, loaded, model_tokenizer, folder=folder, on_progress=on_progress, **subject_options)
+        return load_explored_model(
+            name, loaded, model_tokenizer, folder=folder, on_progress=on_progress, **load_options
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relinear.activations.hook_points import Intervention, hook_points
 from relinear.activations.interventions import Add, Clamp, Patch
-from relinear.explore.subject import SHOWN, ExploredModel
+from relinear.explore.explored_model import SHOWN, ExploredModel
 from relinear.explore.units import values_of
 
 #: the most tokens to generate after a text
@@ -60,7 +60,7 @@ class Change(NamedTuple):
 
 
 def try_change(
-    subject: ExploredModel,
+    explored: ExploredModel,
     text: str,
     point: str,
     unit: int,
@@ -77,26 +77,27 @@ def try_change(
         ValueError: for an unknown unit or action, or a text that is empty or too long.
     """
     change = Change(point, unit, action, value)
-    ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
+    ids, sides = explored.encode(text, new), dict[str, dict[str, Any]]()
     changes = {"before": None, "after": change}
-    if (control := _control(subject, change, seed)) is not None:
+    if (control := _control(explored, change, seed)) is not None:
         changes["control"] = control
-    with subject.lock:
+    with explored.lock:
         for side, side_change in changes.items():
             interventions = {} if side_change is None else side_change.interventions()
-            shares = subject.shares_of(ids[None], interventions)[0, -1]
-            continuation = subject.continued(ids, new, interventions) if new else ""
-            sides[side] = {"shares": shares, "text": continuation, "change": side_change and side_change._asdict()}
-    return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
+            probabilities = explored.next_token_probabilities(ids[None], interventions)[0, -1]
+            continuation = explored.continued(ids, new, interventions) if new else ""
+            described = side_change and side_change._asdict()
+            sides[side] = {"probabilities": probabilities, "text": continuation, "change": described}
+    return _side_by_side(explored, sides) | {"code": code(explored, text, change, new)}
 
 
-def _control(subject: ExploredModel, change: Change, seed: int) -> Change | None:
+def _control(explored: ExploredModel, change: Change, seed: int) -> Change | None:
     """Return the same change (in standard deviations) of a control unit; None if there is none."""
-    control = subject.control_of(change.point, change.unit, seed)
+    control = explored.control_of(change.point, change.unit, seed)
     if control is None:
         return None
-    row, other = subject.index.row(change.point, change.unit), subject.index.row(*control)
-    mean, std = subject.index.tensors["mean"].double(), subject.index.tensors["std"].double()
+    row, other = explored.index.row(change.point, change.unit), explored.index.row(*control)
+    mean, std = explored.index.tensors["mean"].double(), explored.index.tensors["std"].double()
     scale = float(std[other] / std[row]) if std[row] > 0 else 1.0
     value = change.value * scale
     if change.action != "add":
@@ -104,66 +105,68 @@ def _control(subject: ExploredModel, change: Change, seed: int) -> Change | None
     return Change(*control, change.action, value)
 
 
-def _side_by_side(subject: ExploredModel, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _side_by_side(explored: ExploredModel, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the probabilities of the tokens that are likely with or without the change, and the generated texts."""
-    before = sides["before"]["shares"]
-    likely = _likeliest([side["shares"] for side in sides.values()])
-    answer: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
+    before = sides["before"]["probabilities"]
+    likely = _likeliest([side["probabilities"] for side in sides.values()])
+    answer: dict[str, Any] = {"tokens": explored.tokens(likely), "control": None}
     for name, side in sides.items():
-        shares = side["shares"]
-        answer[name] = {**side, "shares": shares[likely].tolist(), "divergence": divergence(before, shares)}
+        probabilities = side["probabilities"]
+        answer[name] = {**side, "probabilities": probabilities[likely].tolist()}
+        answer[name]["divergence"] = divergence(before, probabilities)
     return answer
 
 
-def _likeliest(shares: Sequence[Tensor]) -> list[int]:
+def _likeliest(distributions: Sequence[Tensor]) -> list[int]:
     """Return the tokens that are likely in one of several distributions (V,), by their probability in the first."""
-    tokens = torch.cat([share.topk(min(SHOWN, len(share))).indices for share in shares]).unique()
-    return tokens[shares[0][tokens].sort(descending=True).indices].tolist()
+    count = min(SHOWN, len(distributions[0]))
+    tokens = torch.cat([distribution.topk(count).indices for distribution in distributions]).unique()
+    return tokens[distributions[0][tokens].sort(descending=True).indices].tolist()
 
 
-def code(subject: ExploredModel, text: str, change: Change, new: int) -> str:
+def code(explored: ExploredModel, text: str, change: Change, new: int) -> str:
     """Return a program that repeats a change."""
     program = resources.files("relinear.explore").joinpath("change.txt").read_text(encoding="utf-8")
-    values = {"path": subject.path, "tokenizer": subject.tokenizer.name_or_path, "text": text, "new": new}
+    values = {"path": explored.path, "tokenizer": explored.tokenizer.name_or_path, "text": text, "new": new}
     shown = {name: repr(value) for name, value in values.items()} | {"change": change.code()}
     lines = program.splitlines() if new else [line for line in program.splitlines() if "written" not in line]
-    return Template("\n".join(lines)).substitute(shown, padding=subject.padding()) + "\n"
+    return Template("\n".join(lines)).substitute(shown, padding=explored.padding()) + "\n"
 
 
-def effect(subject: ExploredModel, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
+def effect(explored: ExploredModel, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
     """Return a unit's effect on the next token where it is highest, compared with the same texts with it at its mean.
 
     The control is a random other unit that is set to its mean on the same texts.
     """
-    row, tensors = subject.index.row(point, unit), subject.index.tensors
+    row, tensors = explored.index.row(point, unit), explored.index.tensors
     texts = tensors["most_row"][row][:EFFECT_TEXTS].long()
     positions = tensors["most_token"][row][:EFFECT_TEXTS].long()[texts >= 0]
-    ids = subject.index.ids.long()[texts[texts >= 0]]
+    ids = explored.index.ids.long()[texts[texts >= 0]]
 
-    def shares(interventions: Mapping[str, Intervention]) -> Tensor:
+    def probabilities(interventions: Mapping[str, Intervention]) -> Tensor:
         # the model is causal, so the tokens after the highest one do not matter
-        return subject.shares_of(ids, interventions)[torch.arange(len(ids)), positions]
+        return explored.next_token_probabilities(ids, interventions)[torch.arange(len(ids)), positions]
 
     def without(place: tuple[str, int]) -> dict[str, Intervention]:
-        return Change(*place, "set", float(tensors["mean"][subject.index.row(*place)])).interventions()
+        return Change(*place, "set", float(tensors["mean"][explored.index.row(*place)])).interventions()
 
-    control = subject.control_of(point, unit, seed)
-    with subject.lock:
-        whole = shares({})
-        answer: dict[str, Any] = {"unit": _effect_of(subject, whole, shares(without((point, unit))))}
-        answer["control"] = _effect_of(subject, whole, shares(without(control))) if control else None
+    control = explored.control_of(point, unit, seed)
+    with explored.lock:
+        whole = probabilities({})
+        answer: dict[str, Any] = {"unit": _effect_of(explored, whole, probabilities(without((point, unit))))}
+        answer["control"] = _effect_of(explored, whole, probabilities(without(control))) if control else None
     return answer | {"texts": len(ids), "control_unit": control}
 
 
-def _effect_of(subject: ExploredModel, whole: Tensor, without: Tensor) -> dict[str, Any]:
+def _effect_of(explored: ExploredModel, whole: Tensor, without: Tensor) -> dict[str, Any]:
     """Return the mean divergence (nats), and the tokens whose probability the unit raises and lowers most."""
     change = (whole - without).mean(0)
     count = min(SHOWN // 2, len(change))
     up, down = change.topk(count).indices.tolist(), (-change).topk(count).indices.tolist()
     return {
         "divergence": sum(divergence(*pair) for pair in zip(whole, without, strict=True)) / len(whole),
-        "raises": [[subject.token_text(token), float(change[token])] for token in up],
-        "lowers": [[subject.token_text(token), float(change[token])] for token in down],
+        "raises": [[explored.token_text(token), float(change[token])] for token in up],
+        "lowers": [[explored.token_text(token), float(change[token])] for token in down],
     }
 
 
@@ -179,52 +182,52 @@ def divergence(before: Tensor, after: Tensor) -> float:
 _CONTEXT = "transformer.context"
 
 
-def prefix_view(subject: ExploredModel, prefix: str, text: str) -> dict[str, Any]:
+def prefix_view(explored: ExploredModel, prefix: str, text: str) -> dict[str, Any]:
     """Return the model specialised to ``prefix`` compared with the unspecialised one, as JSON values.
 
     Returns:
-        "tokens", "shares": the likeliest next tokens after ``text`` and their probabilities for the specialised model,
-        the model itself, which reads the text alone, and the model that reads prefix and text in one. "divergence":
-        KL(unspecialised || specialised) in nats; "control_divergence": the same for a model specialised to a random
-        text of the corpus. "weights": by layer, the relative change ||dW|| / ||W|| and the rank that has 99 % of the
-        square of dW. "context": y (T, E) along prefix and text, with "context_tokens" and, as "steps", the distance of
-        each y from the one before, relative to its length. "prefix_tokens", "parameters": counts.
+        "tokens", "probabilities": the likeliest next tokens after ``text``, and their probabilities in the specialised
+        model, in the model itself, which reads the text alone, and in the model that reads prefix and text in one.
+        "divergence": KL(unspecialised || specialised) in nats; "control_divergence": the same for a model specialised
+        to a random text of the corpus. "weights": by layer, the relative change ||dW|| / ||W|| and the rank that has
+        99 % of the square of dW. "context": y (T, E) along prefix and text, with "context_tokens" and, as "steps", the
+        distance of each y from the one before, relative to its length. "prefix_tokens", "parameters": counts.
 
     Raises:
         ValueError: if the model cannot be specialised, or a text is empty or too long.
     """
     from relinear.models.cgt.specialize import specialize
 
-    before, after = subject.encode(prefix), subject.encode(text)
+    before, after = explored.encode(prefix), explored.encode(text)
     joined = torch.cat([before, after])
-    corpus = subject.index.ids.long()
+    corpus = explored.index.ids.long()
     other = corpus[random.Random(prefix).randrange(len(corpus))]
-    with subject.lock, torch.no_grad():
-        special = specialize(subject.model, before)
-        control = specialize(subject.model, other)
-        shares = {
-            "specialised": _next_shares(special(after[None])),
-            "unspecialised": subject.shares_of(after[None], {})[0, -1],
-            "prefix and text in one": subject.shares_of(joined[None], {})[0, -1],
+    with explored.lock, torch.no_grad():
+        special = specialize(explored.model, before)
+        control = specialize(explored.model, other)
+        probabilities = {
+            "specialised": _next_probabilities(special(after[None])),
+            "unspecialised": explored.next_token_probabilities(after[None], {})[0, -1],
+            "prefix and text in one": explored.next_token_probabilities(joined[None], {})[0, -1],
         }
-        control_divergence = divergence(shares["unspecialised"], _next_shares(control(after[None])))
-        context = values_of(subject.model, joined, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
-    likely = _likeliest(list(shares.values()))
+        control_divergence = divergence(probabilities["unspecialised"], _next_probabilities(control(after[None])))
+        context = values_of(explored.model, joined, {_CONTEXT: hook_points(explored.model)[_CONTEXT]})[_CONTEXT]
+    likely = _likeliest(list(probabilities.values()))
     return {
         "prefix_tokens": len(before),
         "parameters": sum(parameter.numel() for parameter in special.parameters()),
-        "tokens": subject.tokens(likely),
-        "shares": {name: share[likely].tolist() for name, share in shares.items()},
-        "divergence": divergence(shares["unspecialised"], shares["specialised"]),
+        "tokens": explored.tokens(likely),
+        "probabilities": {name: distribution[likely].tolist() for name, distribution in probabilities.items()},
+        "divergence": divergence(probabilities["unspecialised"], probabilities["specialised"]),
         "control_divergence": control_divergence,
-        "weights": _weight_changes(subject.model.state_dict(), special.state_dict()),
+        "weights": _weight_changes(explored.model.state_dict(), special.state_dict()),
         "context": context.tolist(),
-        "context_tokens": subject.tokens(joined.tolist()),
+        "context_tokens": explored.tokens(joined.tolist()),
         "steps": [0.0, *((context[1:] - context[:-1]).norm(dim=1) / context[1:].norm(dim=1).clamp_min(1e-9)).tolist()],
     }
 
 
-def _next_shares(output: Any) -> Tensor:
+def _next_probabilities(output: Any) -> Tensor:
     return output.logits[0, -1].float().softmax(-1)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relinear.explore.changes import ACTIONS, MAX_NEW_TOKENS, effect
-from relinear.explore.subject import ExploredModel
+from relinear.explore.explored_model import ExploredModel
 from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
 from relinear.pages.page import render
@@ -35,23 +35,21 @@ def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
     return _page(overviews, _LIVE, {"models": list(overviews)})
 
 
-def static_page(
-    subjects: Sequence[ExploredModel], effects: int = 0, on_progress: ProgressCallback = no_progress
-) -> str:
-    """Return the page that contains the indices of the subjects.
+def static_page(models: Sequence[ExploredModel], effects: int = 0, on_progress: ProgressCallback = no_progress) -> str:
+    """Return the page that contains the models' indices.
 
     Args:
-        subjects: one model, or two side by side.
-        effects: how many units of each subject get their measured effect on the next token; those with the largest
+        models: one model, or two side by side.
+        effects: how many units of each model get their measured effect on the next token; those with the largest
             standard deviation at their hook point come first.
         on_progress: called after each of these measurements.
     """
-    overviews = [subject.overview() for subject in subjects]
-    indices: list[dict[str, Any]] = [{"effects": {}} | _encoded_index(subject) for subject in subjects]
-    pairs = zip(subjects, indices, strict=True)
-    chosen = [(subject, encoded, *unit) for subject, encoded in pairs for unit in _most_varying(subject, effects)]
-    for done, (subject, encoded, point, unit) in enumerate(chosen, start=1):
-        encoded["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
+    overviews = [explored.overview() for explored in models]
+    indices: list[dict[str, Any]] = [{"effects": {}} | _encoded_index(explored) for explored in models]
+    pairs = zip(models, indices, strict=True)
+    chosen = [(explored, encoded, *unit) for explored, encoded in pairs for unit in _most_varying(explored, effects)]
+    for done, (explored, encoded, point, unit) in enumerate(chosen, start=1):
+        encoded["effects"][f"{point} #{unit}"] = effect(explored, point, unit)
         on_progress(Progress("measuring effects", done, len(chosen)))
     return _page(overviews, _STATIC, {"models": overviews, "index": indices})
 
@@ -72,24 +70,24 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
     return render([Section(title, "explore", [Part(_TEMPLATE, {"how": help_text, "data": whole})])])
 
 
-def _most_varying(subject: ExploredModel, count: int) -> list[tuple[str, int]]:
+def _most_varying(explored: ExploredModel, count: int) -> list[tuple[str, int]]:
     """Return up to ``count`` units, from all hook points in turn, those with the largest standard deviation first."""
-    std = subject.index.tensors["std"]
+    std = explored.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
-    for facts in subject.index.hook_points.values():
+    for facts in explored.index.hook_points.values():
         order = std[facts.rows].sort(descending=True, stable=True).indices[:count].tolist()
         units += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
     units.sort(key=lambda pair: pair[0])  # stable: the hook points in their order
     return [(point, unit) for _, point, unit in units[:count]]
 
 
-def _encoded_index(subject: ExploredModel) -> dict[str, Any]:
+def _encoded_index(explored: ExploredModel) -> dict[str, Any]:
     """Encode an index for the page: little-endian numbers in base64, and the texts of the tokens that occur."""
-    index = subject.index
+    index = explored.index
     return {
         "tensors": {name: _base64(tensor) for name, tensor in index.tensors.items()},
         "ids": _base64(index.ids),
-        "token_texts": {str(token): subject.token_text(token) for token in index.ids.unique().tolist()},
+        "token_texts": {str(token): explored.token_text(token) for token in index.ids.unique().tolist()},
         "length": index.ids.shape[1],
         "top": TOP,
         "bins": BINS,

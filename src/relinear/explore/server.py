@@ -18,29 +18,29 @@ from pydantic import ConfigDict, ValidationError, validate_call
 
 from relinear.contract.messages import quoted, validation_message
 from relinear.explore.changes import effect, prefix_view, try_change
+from relinear.explore.explored_model import ExploredModel
 from relinear.explore.page import live_page, policy_of
-from relinear.explore.subject import ExploredModel
 
 #: the most bytes of a request
 MAX_BODY_BYTES = 1 << 20
 
 
-def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[ExploredModel]) -> Any:
-    """Call a function on the subject that a request names, with its values converted to the parameters' types."""
+def _call(function: Callable[..., Any], values: Mapping[str, Any], models: Sequence[ExploredModel]) -> Any:
+    """Call a function on the model that a request names, with its values converted to the parameters' types."""
     number = str(values.get("model", 0))
-    if number not in map(str, range(len(subjects))):
-        raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {quoted(number)}")
+    if number not in map(str, range(len(models))):
+        raise ValueError(f"model must be 0 to {len(models) - 1}, got {quoted(number)}")
     checked = validate_call(config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
     try:
         arguments = {name: value for name, value in values.items() if name != "model"}
-        return checked(function)(subjects[int(number)], **arguments)
+        return checked(function)(models[int(number)], **arguments)
     except ValidationError as error:
         raise ValueError(validation_message(error)) from None
 
 
-def _unit(subject: ExploredModel, point: str, unit: int, seed: int = 0) -> Any:
-    control = subject.control_of(point, unit, seed)
-    return {"unit": subject.unit(point, unit), "control": control and subject.unit(*control)}
+def _unit(explored: ExploredModel, point: str, unit: int, seed: int = 0) -> Any:
+    control = explored.control_of(point, unit, seed)
+    return {"unit": explored.unit(point, unit), "control": control and explored.unit(*control)}
 
 
 #: (method, path) -> the function that answers it; GET reads the index, POST runs the model
@@ -68,9 +68,9 @@ class _RequestError(Exception):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, subjects: Sequence[ExploredModel], host: str, port: int) -> None:
-        self.subjects, self.host = subjects, host  # it answers to this name, besides IP addresses
-        page = live_page([subject.overview() for subject in subjects])
+    def __init__(self, models: Sequence[ExploredModel], host: str, port: int) -> None:
+        self.models, self.host = models, host  # it answers to this name, besides IP addresses
+        page = live_page([explored.overview() for explored in models])
         self.page, self.policy = page.encode(), policy_of(page)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             if answer is None:
                 raise _RequestError(404, f"there is nothing at {method} {parts.path}")
             values = self._body() if method == "POST" else dict(parse_qsl(parts.query, keep_blank_values=True))
-            self._send_json(200, _call(answer, values, self.server.subjects))
+            self._send_json(200, _call(answer, values, self.server.models))
         except _RequestError as error:
             self._send_json(error.status, {"error": str(error)})
         except ValueError as error:
@@ -170,11 +170,11 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def make_server(subjects: Sequence[ExploredModel], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
-    """Return a server of the page about ``subjects``; ``serve_forever`` answers at its ``server_address``.
+def make_server(models: Sequence[ExploredModel], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
+    """Return a server of the page about ``models``; ``serve_forever`` answers at its ``server_address``.
 
     Args:
-        subjects: one model, or two side by side.
+        models: one model, or two side by side.
         host: address to listen on; by default only this machine can connect. With any other host whoever can
             connect may run the model. It answers to this name and to IP addresses.
         port: 0 takes a free one.
@@ -183,7 +183,7 @@ def make_server(subjects: Sequence[ExploredModel], host: str = "127.0.0.1", port
         OSError: if it cannot listen there; it names host and port.
     """
     try:
-        return _Server(subjects, host, port)
+        return _Server(models, host, port)
     except OSError as error:
         text = f"cannot listen there ({error.strerror}); choose another --port"
         raise OSError(error.errno, text, f"{host}:{port}") from error

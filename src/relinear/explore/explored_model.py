@@ -187,7 +187,7 @@ class ExploredModel:
         with torch.no_grad(), eval_mode(self.model), intervened:
             yield
 
-    def shares_of(self, ids: Tensor, interventions: Mapping[str, Intervention]) -> Tensor:
+    def next_token_probabilities(self, ids: Tensor, interventions: Mapping[str, Intervention]) -> Tensor:
         """Return next-token probabilities (B, T, V) for ids (B, T). The caller holds ``lock``.
 
         Raises:
@@ -195,10 +195,10 @@ class ExploredModel:
         """
         with self._running(interventions):
             logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
-        shares = logits.float().cpu().softmax(-1)
-        if not shares.isfinite().all():
+        probabilities = logits.float().cpu().softmax(-1)
+        if not probabilities.isfinite().all():
             raise ValueError("the model's output is not finite; choose a smaller value")
-        return shares
+        return probabilities
 
     def continued(self, ids: Tensor, new: int, interventions: Mapping[str, Intervention]) -> str:
         """Return the model's greedy continuation of ids (T,). The caller holds ``lock``."""
@@ -217,9 +217,9 @@ class ExploredModel:
         """Return the likeliest next tokens after ``text``."""
         ids = self.encode(text)
         with self.lock:
-            shares = self.shares_of(ids[None], {})[0, -1]
-        best = shares.topk(min(SHOWN, len(shares)))
-        return {"tokens": self.tokens(best.indices.tolist()), "shares": best.values.tolist()}
+            probabilities = self.next_token_probabilities(ids[None], {})[0, -1]
+        best = probabilities.topk(min(SHOWN, len(probabilities)))
+        return {"tokens": self.tokens(best.indices.tolist()), "probabilities": best.values.tolist()}
 
     def reads_prefixes(self) -> bool:
         """Return whether the model turns a prefix into weights."""
@@ -231,7 +231,7 @@ class ExploredModel:
 # From a model on disk
 
 
-def prepare_subject(
+def load_explored_model(
     name: str,
     model: Any,
     tokenizer: Any,
@@ -239,7 +239,7 @@ def prepare_subject(
     data: DataSettings | None = None,
     sequences: int = 256,
     length: int = 64,
-    wanted: Sequence[str] = (),
+    patterns: Sequence[str] = (),
     folder: Path | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> ExploredModel:
@@ -250,7 +250,7 @@ def prepare_subject(
         model, tokenizer: as loaded.
         data: the source of texts; the Python standard library by default.
         sequences, length: number of texts, and the tokens in each.
-        wanted: names of hook points (``choose_hook_points``).
+        patterns: names of hook points, as for ``choose_hook_points``.
         folder: of the index; by default ``explore`` in the model's directory, or a folder in the cache if the model has
             no directory to which only this user can write.
         on_progress: called with the number of indexed texts while a new index is built.
@@ -261,7 +261,7 @@ def prepare_subject(
     """
     check_tokenizer_fits(tokenizer, model)
     check_length_fits(length, model)
-    points = choose_hook_points(model, wanted)
+    points = choose_hook_points(model, patterns)
     data = data or DataSettings()
     ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
     made_from = {
