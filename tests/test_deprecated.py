@@ -13,6 +13,7 @@ from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import HasHookPoints
 from relinear.bench.run import BenchSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.distill import DistillSettings
 from relinear.hf.training_loss import ModelWithObjective
 from relinear.testing import Case
 from relinear.training import FitSettings, Progress, TrainSettings, fit
@@ -76,6 +77,8 @@ def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() ->
 def test_settings_of_the_version_before_load_under_their_old_names_and_warn() -> None:
     with pytest.warns(DeprecationWarning, match="model_start has a new name: model_init"):
         assert TrainSettings.load({"model_start": "torch"}).model_init == "torch"
+    with pytest.warns(DeprecationWarning, match="batch_size has a new name: tokens_per_step"):
+        assert DistillSettings.load({"batch_size": 64}).tokens_per_step == 64
     with pytest.warns(DeprecationWarning, match="TrainSettings.updated has a new name: replace"):
         assert TrainSettings().updated(steps=3).steps == 3
     recorded = FitSettings().model_dump(mode="json")

@@ -19,7 +19,13 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.distill.record import record, token_blocks
 
-SETTINGS = {"tokens": 2048, "validation_tokens": 512, "sequence_length": 32, "batch_size": 128, "learning_rate": 0.02}
+SETTINGS = {
+    "tokens": 2048,
+    "validation_tokens": 512,
+    "sequence_length": 32,
+    "tokens_per_step": 128,
+    "learning_rate": 0.02,
+}
 OPERATORS = [
     relinear.LowRank(rank=4),
     relinear.BlockHadamard(blocks=4),

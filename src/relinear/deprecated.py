@@ -250,6 +250,7 @@ def overwriting(overwrite: bool, resume: bool | None) -> bool:
 RENAMED_SETTINGS = {
     "Preregistration": {"spread": "std", "spread_from": "std_from"},
     "CompressSettings": {"menu": "candidates"},
+    "DistillSettings": {"batch_size": "tokens_per_step"},
     "TrainSettings": {"model_start": "model_init"},
 }
 

@@ -71,7 +71,7 @@ def _model() -> Any:
 
 
 def _distill(data: Path, out: Path) -> None:
-    chosen = {"tokens": 256, "validation_tokens": 64, "sequence_length": 32, "epochs": 1, "batch_size": 64}
+    chosen = {"tokens": 256, "validation_tokens": 64, "sequence_length": 32, "epochs": 1, "tokens_per_step": 64}
     distill_(_model(), {"q_proj": relinear.LowRank(rank=2)}, _ids(10), settings=chosen, out_dir=out)
 
 

@@ -398,7 +398,7 @@ class Distillation:
         nothing: contextlib.AbstractContextManager[dict[str, LayerSamples]] = contextlib.nullcontext({})
         with nothing if by_logits and not settings.bias else self._samples(group) as samples:
             operators = {r.name: self._new_operator(r, number, samples.get(r.name)) for r in group}
-            batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
+            batch = max(1, min(settings.record_batch, settings.tokens_per_step // settings.sequence_length))
             by_name = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
             in_model = InModelFit(self.model, by_name, self.originals, self.blocks, self.train_blocks, batch)
             if by_logits:
@@ -430,7 +430,7 @@ class Distillation:
         """Train one module on recorded tokens."""
         settings, objective = self.settings, layer_objective(module, samples, self.train_tokens, loss)
         rate = settings.retrain_learning_rate if stage == "retrain" else settings.learning_rate
-        return improve([module], objective, settings, settings.batch_size, rate, self._reporting(stage, name))
+        return improve([module], objective, settings, settings.tokens_per_step, rate, self._reporting(stage, name))
 
     def _retrain(self, name: str, target_outputs: Tensor) -> LayerFit:
         """Train one linear layer towards its outputs before the replacements."""

@@ -25,7 +25,7 @@ class DistillSettings(Settings):
         validation_tokens: further tokens, only for the reported fit error.
         sequence_length: tokens per block of the corpus.
         record_batch: blocks per forward pass while recording, and with the loss "kl".
-        batch_size: tokens per optimiser step.
+        tokens_per_step: tokens per optimiser step.
         epochs: passes over the recorded tokens.
         learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
         loss: of a layer's outputs, or of the final logits ("kl"). "mse": squared error over the mean square; "cosine":
@@ -59,7 +59,7 @@ class DistillSettings(Settings):
     validation_tokens: int = Field(default=8192, ge=1)
     sequence_length: int = Field(default=256, ge=2)
     record_batch: int = Field(default=8, ge=1)
-    batch_size: int = Field(default=256, ge=1)
+    tokens_per_step: int = Field(default=256, ge=1)
     epochs: int = Field(default=1, ge=1, le=10**6)
     learning_rate: float = Field(default=0.01, gt=0)
     loss: Literal["mse", "cosine", "kl"] = "mse"
