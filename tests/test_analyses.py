@@ -345,5 +345,5 @@ def test_planes_of_a_model_and_its_page(tmp_path, monkeypatch) -> None:
 
 def test_models_that_an_analysis_does_not_apply_to_are_refused() -> None:
     for name in ("gates", "top_tokens", "fingerprints", "effective_rank", "outputs", "modulators", "latents", "planes"):
-        with pytest.raises(ValueError, match=f"{name}: to this model apply none"):
+        with pytest.raises(ValueError, match=f"no analysis named {name} applies to this model; those that do: none"):
             analyze(Subject(make_tiny_llama(), IDS), Path("nowhere"), [name])

@@ -40,14 +40,14 @@ class Subject:
     """Hold the model and the text to analyse.
 
     Attributes:
-        model: in eval mode.
+        model: the model, in eval mode.
         ids: (N, T) token ids of real text, or another input from a task's samples.
-        tokenizer: to name tokens; None names them by number.
+        tokenizer: turns tokens into text; without one they are shown by number.
         control: a model to compare with, or None.
-        name: of the model, for legends.
-        control_name: of the control, for legends.
+        name: the model's name in legends.
+        control_name: the control's name in legends.
         data: the source of ``ids``.
-        folder: of the run that trained the model, if there is one.
+        folder: folder of the run that trained the model, if there is one.
     """
 
     model: Any
@@ -132,8 +132,10 @@ def analyze(
         ValueError: for a name that does not apply to the model, or if none applies.
     """
     possible = applying(subject.model)
-    if not possible or set(only) - set(possible):
-        raise ValueError(f"{', '.join(only) or 'no analysis'}: to this model apply {', '.join(possible) or 'none'}")
+    unsuitable = [name for name in only if name not in possible]
+    if unsuitable or not possible:
+        named = f" named {', '.join(unsuitable)}" if unsuitable else ""
+        raise ValueError(f"no analysis{named} applies to this model; those that do: {', '.join(possible) or 'none'}")
     chosen = only or possible
     results = {}
     for number, name in enumerate(chosen):
@@ -161,9 +163,9 @@ class HeldOutText:
 
     Attributes:
         data: the source of the text.
-        sequences: N.
+        sequences: N, the number of sequences.
         length: T, the tokens in each.
-        fewer: whether less will do if the text or the model's context is too short.
+        fewer: whether fewer or shorter sequences will do, if the text or the model's context is too short.
     """
 
     data: DataSettings

@@ -90,8 +90,8 @@ def realized_spectra(
 
 
 @torch.no_grad()
-def is_ranked(operator: Any) -> bool:
-    """Return whether an operator has matrices: one per token from its factors, or one for all tokens."""
+def has_matrices(operator: Any) -> bool:
+    """Return whether an operator has a matrix for each token, from its factors, or one for all tokens."""
     if callable(getattr(operator, "factors", None)):
         return True
     try:
@@ -120,7 +120,7 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
     gates = next(iter(record_gates(model, ids))) if conditioned else {}
     by_name = {}
     for name, operator in operators.items():
-        if not is_ranked(operator):
+        if not has_matrices(operator):
             continue
         has_factors = callable(getattr(operator, "factors", None))
         left, right = operator.factors() if has_factors else (operator.to_dense(), None)
@@ -138,7 +138,7 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
 
 def applies(model: nn.Module) -> bool:
     """Return whether the model has operators with matrices."""
-    return any(is_ranked(operator) for _, operator in named_operators(model))
+    return any(has_matrices(operator) for _, operator in named_operators(model))
 
 
 def run(subject: Subject) -> dict[str, Any]:

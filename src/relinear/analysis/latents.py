@@ -79,7 +79,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return the page's blocks for ``numbers``: a row per layer, and the shares of its dimensions."""
+    """Return the page's blocks for ``numbers``: a row per layer, and how far its dimensions vary."""
     rows, series = [], []
     for number, (name, row) in enumerate(numbers.items()):
         active = Cell(f"{row['active']} of {row['size']}", row["active"])

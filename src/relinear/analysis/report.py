@@ -19,7 +19,7 @@ _MAX_LISTING = 20_000
 
 
 def analyses_blocks(directory: Path) -> list[Block]:
-    """Return the analyses in ``directory`` and beside the runs in it; none if there are none.
+    """Return the blocks of all analyses in ``directory``, those of the runs in it included.
 
     Raises:
         ValueError: for a file that holds no JSON object.

@@ -69,11 +69,11 @@ def improve(
     """Train ``modules`` together in place with Adam and a cosine schedule; operators' auxiliary losses are added.
 
     Args:
-        modules: to train.
+        modules: the modules to train.
         objective: what to train on.
-        settings: ``epochs`` of these, and ``seed`` of the order of the samples.
+        settings: has the number of ``epochs``, and the ``seed`` of the order of the samples.
         batch: samples per step; those that do not fill a step are skipped.
-        learning_rate: the peak.
+        learning_rate: the initial learning rate.
         on_progress: called with step, steps and the loss.
 
     Returns:
@@ -207,7 +207,7 @@ def layer_objective(module: nn.Module, samples: LayerSamples, train_rows: int, l
     """Return the objective that trains ``module``, in its training precision, towards its target outputs.
 
     Args:
-        module: to train.
+        module: the module to train.
         samples: inputs and target outputs.
         train_rows: number of rows to train on, the first ones; the others are for evaluation.
         loss: "mse" or "cosine".
@@ -257,10 +257,10 @@ class InModelFit:
     """Fit operators within the model on blocks of tokens; targets are the outputs of the original model.
 
     Attributes:
-        model: in eval mode; its parameters do not change.
-        operators: name -> operator, with every alias of a layer; the dtype may differ from the model's.
+        model: the model, in eval mode; its parameters do not change.
+        operators: name -> operator, with every alias of a layer; their dtype may differ from the model's.
         originals: the original modules by the same names.
-        blocks: (N, T); those from index ``train_blocks`` on are for evaluation.
+        blocks: token ids (N, T); blocks from index ``train_blocks`` on are for evaluation.
         train_blocks: number of blocks to train on.
         batch: blocks per forward pass.
     """

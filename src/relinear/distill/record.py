@@ -82,9 +82,9 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
             ``input_ids``; these are concatenated, without the tokens that their ``attention_mask`` masks. A
             conversation is a list of ``{"role", "content"}``, or a mapping with such a list as ``messages``; the
             tokenizer's chat template turns it into text.
-        tokenizer: of the model, for texts.
-        sequence_length: T.
-        count: N.
+        tokenizer: the model's tokenizer, for texts.
+        sequence_length: T, tokens per block.
+        count: N, the number of blocks.
 
     Raises:
         ValueError: if ``data`` is not a corpus, is too short, or has items of another kind.
@@ -137,7 +137,7 @@ class Recording:
 
     Args:
         tokens: M, the tokens to record.
-        folder: for memory-mapped files; None stores everything in memory.
+        folder: folder for memory-mapped files; None stores everything in memory.
     """
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
@@ -201,13 +201,13 @@ def record(
     A forward pass stops after the last of these modules.
 
     Args:
-        model: in eval mode; takes ``input_ids``.
-        blocks: (N, T).
+        model: the model, in eval mode; takes ``input_ids``.
+        blocks: token ids (N, T).
         modules: name -> module.
         batch: blocks per pass.
         outputs: record outputs instead of inputs.
         context_dims: name of a module that reads a context -> width of the context.
-        folder: for memory-mapped files; None stores everything in memory.
+        folder: folder for memory-mapped files; None stores everything in memory.
         on_progress: called with the numbers of blocks done and of all blocks.
     """
     dims = dict(context_dims or {})

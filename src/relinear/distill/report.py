@@ -15,18 +15,18 @@ class LayerFit:
     """Report one fitted layer.
 
     Attributes:
-        name: of the layer in the model.
-        operator: its setting, as text.
-        parameters: of the operator.
-        parameters_before: of the layer that it replaced.
-        start_error: squared error of the outputs over the targets' squares, on the validation tokens, before fitting;
-            with the loss "kl" the divergence of the final logits in nats per token.
-        error: likewise after fitting.
+        name: the layer's name in the model.
+        operator: the operator's settings, as text.
+        parameters: number of the operator's parameters.
+        parameters_before: number of parameters of the layer that it replaced.
+        start_error: sum of squared errors of the outputs over the targets' sum of squares, on the validation tokens,
+            before fitting; with the loss "kl" the divergence of the final logits in nats per token.
+        error: the same after fitting.
         cosine: mean cosine of a token's output with the target output (None with the loss "kl").
         retrained: whether this layer was retrained rather than replaced.
-        joint_start_error: if the operators of a decoder layer were trained together, the error of the outputs of the
-            module that contains them, before.
-        joint_error: likewise afterwards.
+        joint_start_error: if the operators of a decoder layer were trained together, the error before that of the
+            outputs of the module that contains them.
+        joint_error: the same afterwards.
     """
 
     name: str
@@ -53,8 +53,8 @@ class DistillReport:
     Attributes:
         layers: the fitted layers.
         loss: "mse", "cosine" or "kl".
-        perplexity_before: of the whole model on the tokens that were not fitted on; None for a model without logits.
-        perplexity: afterwards.
+        perplexity_before: perplexity of the original model on tokens that were not fitted on; None without logits.
+        perplexity: the same after all fits.
     """
 
     layers: tuple[LayerFit, ...]

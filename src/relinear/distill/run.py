@@ -81,14 +81,14 @@ def distill_(
         mapping, layers, exclude, filter_fn: which layers become what, as in ``replace_``.
         data: texts (``iter_texts``, a list, a generator), or tensors or mappings of token ids such as
             ``prepare_data(...).train``. Read no further than ``tokens + validation_tokens``.
-        tokenizer: of the model, needed for texts; saved with the model.
+        tokenizer: the model's tokenizer, needed for texts; saved with the model.
         settings: ``DistillSettings`` or a mapping of its fields.
-        out_dir: directory for state, report and the finished model; None leaves nothing.
+        out_dir: directory for state, report and the finished model; None writes nothing.
         overwrite: start over, and rename existing results in ``out_dir``: ``model`` becomes ``model.<time>``. By
             default an earlier call with the same arguments is resumed. The result equals that of an uninterrupted call
             bit for bit (on the same machine with the same number of threads).
         resume: deprecated; ``resume=False`` is ``overwrite=True``.
-        on_progress: called with a ``Progress`` every so often: its ``stage`` is "evaluate", "record", "fit" or
+        on_progress: called now and then with a ``Progress``: its ``stage`` is "evaluate", "record", "fit" or
             "retrain", its ``text`` says of which layer, and ``done`` counts blocks or steps.
 
     Returns:
@@ -209,11 +209,11 @@ class Distillation:
     """Fit decoder layers one after another, and save and restore the state on disk.
 
     Attributes:
-        model: changed in place.
-        settings: of the distillation.
+        model: the model, which is changed in place.
+        settings: settings of the distillation.
         blocks: token ids (N, T).
         train_blocks: number of blocks to fit on; the others are held out.
-        folder: of the state.
+        folder: the folder of the state.
         on_progress: as for ``distill_``.
         originals: copies of the layers that were replaced or trained again, under all their names, for the target
             "original".

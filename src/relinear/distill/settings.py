@@ -21,20 +21,23 @@ class DistillSettings(Settings):
     """Hold the settings of ``distill_``; unknown keys and values out of range are errors.
 
     Attributes:
-        tokens: to fit on. Their activations are stored, so tokens and layer widths decide the memory (or disk) needed.
-        validation_tokens: further tokens, only for the reported fit error.
+        tokens: number of tokens to fit on. Their activations are stored, so tokens and layer widths decide the memory
+            (or disk) needed.
+        validation_tokens: number of further tokens, on which the reported fit error is measured.
         sequence_length: tokens per block of the corpus.
         record_batch: blocks per forward pass while recording, and with the loss "kl".
         tokens_per_step: tokens per optimiser step.
         epochs: passes over the recorded tokens.
-        learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
-        loss: of a layer's outputs, or of the final logits ("kl"). "mse": squared error over the mean square; "cosine":
-            one minus the cosine of each token's output; "kl": all layers of a decoder layer are fitted together.
-        target: "layer": the outputs of the replaced layer for its inputs, with earlier replacements active; "original":
-            its outputs in the original model for the same tokens, so that an operator also compensates the errors of
-            earlier replacements (the inputs are the same). "original" keeps a copy of every replaced layer until the
-            end.
-        joint: afterwards train the operators of a decoder layer together, towards the original outputs of the module
+        learning_rate: Adam's initial learning rate, which falls to 0 along a cosine. The paper's rotors take 0.05,
+            matrices much less.
+        loss: the loss of a layer's outputs, or of the final logits ("kl"). "mse": squared error over the mean square;
+            "cosine": one minus the cosine of each token's output; "kl": all layers of a decoder layer are fitted
+            together.
+        target: the target outputs. "layer": those of the replaced layer for its inputs, with earlier replacements
+            active; "original": those in the original model for the same tokens, so that an operator also compensates
+            the errors of earlier replacements (the inputs are the same). "original" keeps a copy of every replaced
+            layer until the end.
+        joint: afterwards, train the operators of a decoder layer together, towards the original outputs of the module
             that contains them all (``self_attn`` for q, k and v), with the same loss, epochs and rate.
         bias: add a bias to layers without one, and initialise every operator's with its mean target output. After a
             closed-form fit: with the mean error.
@@ -42,9 +45,9 @@ class DistillSettings(Settings):
             parameters. If training raises the error on the validation tokens, the initial parameters are kept.
         retrain: pattern of layers to train after the replaced ones, such as ``o_proj``, towards their earlier outputs.
             None for none.
-        retrain_learning_rate: for these layers.
+        retrain_learning_rate: the initial learning rate for these layers.
         on_disk: store recorded activations in memory-mapped files rather than in memory.
-        seed: of fresh parameters and the order of tokens.
+        seed: seed of fresh parameters and of the order of tokens.
 
     Raises:
         ValueError: for an unknown key (names the nearest) or a value out of range.

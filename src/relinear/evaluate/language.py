@@ -31,9 +31,9 @@ class Perplexity:
     """Hold what ``perplexity`` measures.
 
     Attributes:
-        loss: mean, in nats per token.
-        perplexity: its exponential.
-        tokens: how many were predicted.
+        loss: mean loss, in nats per token.
+        perplexity: exp(``loss``).
+        tokens: number of predicted tokens.
     """
 
     loss: float
@@ -78,7 +78,7 @@ def perplexity(
         model: takes ``input_ids`` (B, T) and returns an object with ``logits`` (B, T, V). Its training mode is kept.
         text: a document, documents, or a dataset of ``{"input_ids": (T,), "labels": (T,)}`` (then arguments about
             windows raise ValueError). Tokens that its ``attention_mask`` (T,) masks are skipped.
-        tokenizer: of the model; needed for text.
+        tokenizer: the model's tokenizer; needed for text.
         sequence_length: T of a window; by default the model's longest, at most 1,024.
         stride: tokens from one window to the next; by default ``sequence_length``.
         max_tokens: use the first tokens only.
@@ -93,8 +93,8 @@ def perplexity(
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
-        >>> found = relinear.perplexity(relinear.from_preset("tiny"), "Once upon a time", byte_tokenizer())
-        >>> 100 < found.perplexity < 1000  # of a model of 258 tokens that has learnt nothing
+        >>> result = relinear.perplexity(relinear.from_preset("tiny"), "Once upon a time", byte_tokenizer())
+        >>> 100 < result.perplexity < 1000  # of a model of 258 tokens that has learnt nothing
         True
     """
     check_value("batch_size", batch_size, Count)
@@ -139,7 +139,7 @@ def lambada(
 
     Args:
         model: as for ``perplexity``.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         texts: a file of JSON lines with a ``text``, or the texts, or mappings with a ``text``.
         max_examples: use the first texts only.
         batch_size: texts per forward pass; texts of equal length share a batch.
@@ -152,8 +152,8 @@ def lambada(
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
-        >>> found = relinear.evaluate.lambada(relinear.from_preset("tiny"), byte_tokenizer(), ["She read a good book"])
-        >>> found.examples
+        >>> result = relinear.evaluate.lambada(relinear.from_preset("tiny"), byte_tokenizer(), ["She read a good book"])
+        >>> result.examples
         1
     """
     check_model(model, "lambada")
@@ -179,7 +179,7 @@ def lm_eval(
 
     Args:
         model: a Hugging Face causal language model.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         tasks: names of tasks (``"lambada_openai"``, ``["arc_easy", "piqa"]``), or their settings as mappings.
         batch_size: requests per forward pass.
         **settings: further arguments of ``lm_eval.simple_evaluate``: ``limit``, ``num_fewshot``, ``task_manager`` ...

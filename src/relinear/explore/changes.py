@@ -35,9 +35,9 @@ class Change(NamedTuple):
 
     Attributes:
         point: name of the hook point.
-        unit: its number there.
+        unit: index of the unit there.
         action: one of ``ACTIONS``.
-        value: for the action.
+        value: what the action sets, adds or limits to.
     """
 
     point: str

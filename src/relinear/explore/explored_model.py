@@ -39,12 +39,12 @@ class ExploredModel:
     """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
     Attributes:
-        path: of the model, for the code that the page shows.
-        model: in eval mode.
-        tokenizer: of text.
+        path: path of the model, for the code that the page shows.
+        model: the model, in eval mode.
+        tokenizer: the model's tokenizer.
         points: the hook points by name.
-        index: of their units.
-        lock: held by whoever runs the model.
+        index: the index of their units.
+        lock: lock to hold while the model runs.
     """
 
     path: str
@@ -251,8 +251,8 @@ def load_explored_model(
         data: the source of texts; the Python standard library by default.
         sequences, length: number of texts, and the tokens in each.
         patterns: names of hook points, as for ``choose_hook_points``.
-        folder: of the index; by default ``explore`` in the model's directory, or a folder in the cache if the model has
-            no directory to which only this user can write.
+        folder: folder of the index; by default ``explore`` in the model's directory, or a folder in the cache if the
+            model has no directory to which only this user can write.
         on_progress: called with the number of indexed texts while a new index is built.
 
     Raises:

@@ -77,8 +77,8 @@ class HookPointFacts:
     """Locate a hook point in an index.
 
     Attributes:
-        name: of the hook point.
-        kind: of the hook point.
+        name: name of the hook point.
+        kind: kind of the hook point.
         layer: index of its decoder layer; None outside of them.
         size: how many units it has.
         start: the row of its first unit; the others follow.
@@ -105,8 +105,8 @@ class Index:
     (U,).
 
     Attributes:
-        hook_points: by name, in the model's order.
-        ids: (N, T), the texts.
+        hook_points: the hook points by name, in the model's order.
+        ids: token ids of the texts, (N, T).
         tensors: statistics of every unit, by name.
         made_from: JSON values that identify the inputs of the index.
     """

@@ -58,7 +58,7 @@ class ReadoutScale(_OnHead):
     the logits get the factor base width / width (Yang et al., "Tensor programs V", 2022, Table 8).
 
     Args:
-        factor: of the head's input; positive.
+        factor: factor on the head's input; positive.
     """
 
     kind: ClassVar[str] = "readout_scale"

@@ -33,7 +33,7 @@ class Cell:
 
     Attributes:
         text: what is shown.
-        value: to sort by; by default the text.
+        value: number to sort by; by default the text.
         small: a second line in small letters.
         title: the tooltip.
     """
@@ -55,7 +55,7 @@ class Row:
 
     Attributes:
         cells: cells, or their texts.
-        entry: its name for the page's filter and the colour of its dot.
+        entry: name of the entry that it is about, for the page's filter and the colour of its dot.
         best: whether it is marked as the best one.
     """
 
@@ -75,8 +75,8 @@ class Table:
 
     Attributes:
         head: titles of the columns.
-        rows: of cells, one for each column.
-        words: numbers of the columns of text.
+        rows: rows with a cell for each column.
+        words: indices of the columns that hold text.
     """
 
     head: Sequence[str]
@@ -92,9 +92,9 @@ class Chart:
     Attributes:
         description: its caption.
         panel: its content.
-        height: in pixels; a narrow page has less.
+        height: height in pixels; on a narrow page it is less.
         inline: whether it shares a line with the inline figures next to it, if there is room for three.
-        stem: name of the picture in a file, of which figures with the same stem are the panels.
+        stem: name of the picture's file; figures with the same stem are its panels.
     """
 
     description: str
@@ -122,7 +122,7 @@ class Listing:
     """Hold preformatted text, which is folded.
 
     Attributes:
-        title: under which it is folded.
+        title: heading of the folded text.
         text: the text.
     """
 
@@ -137,7 +137,7 @@ class Part:
 
     Attributes:
         template: its path in the package, ``ROOM/FILE.html``.
-        values: for the template.
+        values: variables of the template.
     """
 
     template: str
@@ -154,10 +154,10 @@ class Section:
 
     Attributes:
         title: its heading.
-        command: of relinear that made the run.
+        command: the command of relinear that made the run.
         blocks: its content.
-        entries: name -> colour, for the filter.
-        note: further words under the heading.
+        entries: name of an entry -> its colour, for the page's filter.
+        note: text under the heading.
     """
 
     title: str

@@ -18,7 +18,7 @@ class Axis:
     """Describe an axis.
 
     Attributes:
-        title: with the unit.
+        title: title, with the unit.
         log: whether it is logarithmic.
         ticks: position -> label; None chooses them.
         bounds: (least, largest); None fits them to the data.
@@ -39,20 +39,20 @@ class Series:
     """Describe the points of one entry, joined or not.
 
     Attributes:
-        name: of the entry, for the page's filter.
+        name: name of the entry, for the page's filter.
         x: (N,) coordinates.
         y: (N,) coordinates, or names of rows.
-        number: of its marker, and of its colour in ``PALETTE``.
-        color: another one.
+        number: index of its marker and default colour.
+        color: overrides that colour.
         low: (N,) the lower end of the band around a line, or of the error bars of points.
         high: (N,) the upper end.
         texts: tooltips of the points, (N,), or one for all; "" shows the numbers.
         mode: "line" (with markers), "plain" (only a line), "points", or "steps".
         hollow: whether markers are outlines.
-        size: of markers.
-        opacity: of all of it.
-        label: at the line's end on a page, and in the legend of a file; "" is the name.
-        legend: whether the legend has it.
+        size: size of the markers.
+        opacity: opacity of line, markers and band.
+        label: text at the line's end on a page, and in the legend of a file; "" takes the name.
+        legend: whether the legend lists it.
     """
 
     name: str
@@ -101,8 +101,8 @@ class Guide:
     """Describe a reference line: at ``x``, at ``y``, or without both along the diagonal.
 
     Attributes:
-        x: of an upright line.
-        y: of a level line.
+        x: position of a vertical line.
+        y: position of a horizontal line.
         text: its label.
     """
 
@@ -120,8 +120,8 @@ class Panel:
         x: the axis at the bottom.
         y: the axis at the left.
         guides: reference lines.
-        title: in a file; a page has captions.
-        legend: whether there is one.
+        title: title in a file; a page shows the caption instead.
+        legend: whether there is a legend.
     """
 
     shown: Sequence[Series | Heat]

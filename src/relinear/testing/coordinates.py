@@ -26,8 +26,8 @@ class Coordinates:
     """Hold root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
 
     Attributes:
-        scale: of the activation; None if training diverged.
-        change: of its difference since initialisation.
+        scale: root mean square of the activation; None if training diverged.
+        change: the same of its change since initialisation.
     """
 
     scale: list[list[float | None]]
@@ -58,7 +58,7 @@ def check_coordinates(
         widths: at least two.
         ids: (batch, tokens), the batch of every step.
         steps: optimiser steps.
-        seeds: of the weights; scales are geometric means over them.
+        seeds: seeds of the weights; scales are geometric means over them.
 
     Returns:
         ``Coordinates`` by kind: "residual stream", "attention output", "MLP output", "logits". The learning rate

@@ -92,7 +92,7 @@ class RunLog(TrainerCallback):
 
     Args:
         trainer: a ``RelinearTrainer``.
-        path: of ``metrics.jsonl``; None writes no file.
+        path: path of ``metrics.jsonl``; None writes no file.
         on_progress: called after every step, evaluation and checkpoint.
     """
 
@@ -128,7 +128,7 @@ class RunLog(TrainerCallback):
             raise FileNotFoundError(errno.ENOENT, message, str(self.path.parent))
 
     def report(self, stage: str, step: int) -> None:
-        """Call ``on_progress`` for a step; ``stage`` is the work just done or about to start."""
+        """Call ``on_progress`` after a step; ``stage`` is the kind of work just done or about to start."""
         settings = self._trainer.settings
         estimate = estimated_seconds(self.rows, settings, step)
         text, seconds_left = "preparing" if stage == "prepare" else "training", estimate and estimate[1]
@@ -197,7 +197,7 @@ _SUMS = ("tokens", "mu", "mu_squared", "variance")
 
 
 class LatentMoments(TrainerCallback):
-    """Keep the running mean and standard deviation of every latent: of the mixture of N(mu, sigma^2) over tokens.
+    """Keep the running mean and standard deviation of every latent, a mixture of N(mu, sigma^2) over tokens.
 
     Each observed step multiplies the earlier sums by ``decay``, so that the moments follow the training. They are
     written to ``latent_moments.json`` in every checkpoint (and read from there on resume) and, at the end, in the run's
@@ -205,7 +205,7 @@ class LatentMoments(TrainerCallback):
 
     Args:
         every: steps between two observations (which compute nothing extra; a compiled model has a second graph).
-        decay: weight of the earlier observations, for each new one; 1 weighs the whole run equally.
+        decay: factor on the weight of the earlier observations at each new one; with 1 all count equally.
 
     Raises:
         ValueError: if ``every`` is below 1 or ``decay`` outside of (0, 1].

@@ -56,16 +56,16 @@ class TrainResult:
     """Hold the result of a training run.
 
     Attributes:
-        validation_loss: at the end, in nats per token; None without validation data.
-        perplexity: its exponential.
-        initial_perplexity: before the first step.
-        parameters: of the model.
-        flops_per_token: of its forward pass, linear layers and attached parts.
-        tokens_per_second: of training steps, without the first ones, evaluations and checkpoints.
+        validation_loss: validation loss at the end, in nats per token; None without validation data.
+        perplexity: exp(``validation_loss``).
+        initial_perplexity: perplexity before the first step.
+        parameters: number of the model's parameters.
+        flops_per_token: FLOPs per token of the forward pass, in linear layers and attached parts.
+        tokens_per_second: throughput of training steps, without the first ones, evaluations and checkpoints.
         peak_memory_bytes: the most memory in use during training (of the process, or of the GPU).
         aux: the auxiliary terms of the loss and the operators' measurements in the last row, by name.
-        steps: optimiser steps done.
-        out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was written.
+        steps: number of optimiser steps done.
+        out_dir: folder of metrics.jsonl, run.json and model/; None if nothing was written.
         curve: the rows of metrics.jsonl.
         stored: for a model that was stored in a few bits: its ``bits``, the ``bytes`` of its file of weights, and
             ``loss_before``, the validation loss before it was stored. ``validation_loss`` is that of the stored model.
@@ -170,7 +170,7 @@ def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[No
         model: any model.
         mode: as ``FitSettings.compile``; False does nothing. With "reduce-overhead" the caller calls
             ``torch.compiler.cudagraph_mark_step_begin`` before each step.
-        options: for torch.compile.
+        options: further arguments of ``torch.compile``.
     """
     if not mode:
         yield

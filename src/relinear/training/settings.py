@@ -21,22 +21,22 @@ class FitSettings(Settings):
     """Hold the settings of ``fit``: those of training that do not depend on model and data.
 
     Attributes:
-        steps: optimiser steps.
+        steps: number of optimiser steps.
         batch_size: sequences in a forward pass (on each rank).
         accumulation: forward passes to an optimiser step; ``batch_size * accumulation`` sequences make a step.
         optimizer: "adamw" (decoupled weight decay) or "adam" (decay added to the gradient).
         learning_rate: the peak of the schedule.
         schedule: "cosine" down to ``min_lr_ratio`` of the peak, "onecycle", "noam" (inverse square root) or "constant",
             all after ``warmup_steps``.
-        warmup_steps: None takes ``warmup_ratio``.
+        warmup_steps: steps of the warm-up; None takes ``warmup_ratio``.
         warmup_ratio: warm-up as a share of the steps; None is a tenth (onecycle: three tenths, its own default).
         min_lr_ratio: where a cosine ends, as a share of the peak.
-        weight_decay: of matrices; norms, biases and embeddings have none.
-        decay_embeddings: give embeddings the decay of matrices, as training code does that decays whatever has two
-            dimensions; those of attached parts too.
+        weight_decay: weight decay of matrices; norms, biases and embeddings have none.
+        decay_embeddings: decay embeddings as well, those of attached parts included, as code does that decays every
+            parameter of two dimensions.
         betas: decay rates of Adam's running means of gradients and of their squares.
-        eps: of Adam.
-        max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
+        eps: the constant in the denominator of Adam's update.
+        max_grad_norm: a gradient of a larger norm is scaled down to this one; 0 turns this off.
         parametrization: "standard", or "mup", the maximal update parametrisation for Adam: the initial standard
             deviations and learning rates of matrices fall with their fan-in, so that the best rate at one width is
             about the best at others (see ``docs/training.md``). ``fit`` keeps the initialisation of the model.
@@ -46,9 +46,9 @@ class FitSettings(Settings):
         compile: run the model through ``torch.compile``; costs a minute at first, pays off over long runs. On a GPU
             "reduce-overhead" replays each step as CUDA graphs, without the time that launching kernels takes.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
-        seed: of the order of the data and of the noise that the model draws; in ``train`` also of its initialisation.
-            Each rank draws different noise.
-        threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
+        seed: seed of the order of the data and of the noise that the model draws; in ``train`` also of the model's
+            initialisation. Each rank draws different noise.
+        threads: number of CPU threads; with one, runs repeat to the last bit; None leaves torch's choice.
         device: "auto" is the GPU if there is one.
         eval_every: steps between evaluations; 0 evaluates only before the first step and at the end.
         log_every: steps between rows of metrics.
@@ -150,7 +150,7 @@ class TrainSettings(FitSettings):
         init: initialisation of operators, as in ``relinear.replace_``.
         attachments: settings of model-level parts, applied in this order.
         objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
-            ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.
+            ``cgt:eta=0.5``; text, or a mapping with ``kind``. Evaluation always uses the model's own loss.
         bits: 2 to 8 store the trained model in this many bits, as ``relinear.save_pretrained`` does, and read it back:
             the run's loss is measured on what was stored.
         data: the corpus, the tokenizer and the sequence length.
@@ -186,7 +186,7 @@ class TrainSettings(FitSettings):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return tokens of an optimiser step."""
+        """Return the number of tokens in an optimiser step."""
         return self.batch_size * self.accumulation * self.data.sequence_length
 
     @property

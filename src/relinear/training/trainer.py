@@ -43,15 +43,15 @@ _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are 
 
 
 class SteadySampler(Sampler[int]):
-    """Yield the sample indices of a whole run: one shuffle of the dataset after another, each from the seed and number.
+    """Yield the sample indices of a whole run: one shuffle of the dataset after another, by the seed and its number.
 
     Batches run across the end of a shuffle, so every batch is full (compiled code sees one shape), and a resumed run
     only skips indices.
 
     Args:
-        size: samples in the dataset.
-        total: indices to yield.
-        seed: of the shuffles.
+        size: number of samples in the dataset.
+        total: number of indices to yield.
+        seed: seed of the shuffles.
     """
 
     def __init__(self, size: int, total: int, seed: int) -> None:
@@ -143,7 +143,7 @@ class RelinearTrainer(Trainer):
         model: returns ``loss`` when it is called with a batch of the datasets.
         settings: how to train.
         train_dataset, eval_dataset: map-style datasets of ``{"input_ids": (T,), "labels": (T,)}``.
-        checkpoints_folder: where checkpoints go; tensorboard's files go next to it.
+        checkpoints_folder: folder of the checkpoints; tensorboard's files go next to it.
         callbacks: further transformers callbacks.
         data_collator: makes a batch from samples; stacks tensors by default.
         block_losses: file (npy) for the loss of every validation sample at the end of training; None writes none.

@@ -31,7 +31,7 @@ class CGTConfig(GPT2Config):
     Args:
         context_layer: l, the number of layers that carry both streams; the n_layer - l layers above are modulated. At
             least 0 (the context is then the token's embedding) and less than n_layer.
-        context_size: dim y.
+        context_size: width of the y stream, dim y.
         context_heads: attention heads of the y stream; must divide ``context_size``.
         context_inner: width of the y stream's MLP (default 4 dim y).
         rank: r of the generated change of weights.

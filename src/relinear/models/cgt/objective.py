@@ -43,7 +43,7 @@ def draw_splits(
         horizon: Delta, or None for the whole rest.
         allowed: lengths to draw from (such as the ends of examples), as far as T has room; None for all.
         shared: draw one length for the whole batch, so that no computation is wasted on padding.
-        device: of the result.
+        device: device of the result.
 
     Raises:
         ValueError: if no split is possible.
@@ -149,8 +149,8 @@ class CGTObjective(ObjectiveConfig):
     Args:
         eta: weight of the ordinary loss; with 1 the auxiliary loss is not computed.
         horizon, splits, shared_split, positions: of the auxiliary loss, see ``draw_splits`` and ``auxiliary_loss``.
-        continuity: w_C.
-        decorrelation: w_D; the paper takes half of w_C.
+        continuity: w_C, the weight of R_C.
+        decorrelation: w_D, the weight of R_D; the paper takes half of w_C.
         profile: zeta_C = zeta_D: ``constant``, ``linear``, ``quadratic``, ``second_half``, or ``kernel``, which derives
             it from the prior's kernel (Appendix A.3).
         kl: beta_y of the VAE variant; needs a model with ``variational=True``.
