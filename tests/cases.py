@@ -162,13 +162,13 @@ def _network_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """Sizes that are no windows, in either layout, with and without orders and bias."""
     for tokens, inputs, outputs, ordered, settings in (
         (5, 20, 24, True, {}),
-        (2, 16, 16, False, {"layout": "spread", "normalize": False, "after_entry": True, "residual": True}),
+        (2, 16, 16, False, {"layout": "spread", "normalize": False, "activate_entry": True, "residual": True}),
     ):
         form = functional_rotor.NetworkSettings(outputs, (16, 16, 16), **settings)
         counts = (1, -(-inputs // 16)), (2, 1), (-(-outputs // 16), 1)
         left, right = ([torch.randn(*count, 1, 4, 4, dtype=dtype) for count in counts] for _ in range(2))
-        branches = 2 + form.after_entry
-        table = functional_rotor.branch_orders(16, 2, 1, form.after_entry, 0)
+        branches = 2 + form.activate_entry
+        table = functional_rotor.branch_orders(16, 2, 1, form.activate_entry, 0)
         orders = torch.from_numpy(table).int() if ordered else None
         slopes, mix = torch.rand(branches, dtype=dtype), torch.randn(branches, dtype=dtype)
         bias = torch.randn(outputs, dtype=dtype) if ordered else None

@@ -290,7 +290,7 @@ def test_tables_of_windows_are_the_windows(size, window, layout):
     at = torch.from_numpy(reference.window_coordinates(size, window, layout == "spread"))
     windows = reference.to_windows(x, window, layout)
     assert torch.equal(x[:, at], windows.flatten(1))
-    first, last = torch.from_numpy(reference.coordinate_places(size, window, layout == "spread")).chunk(2)
+    first, last = torch.from_numpy(reference.coordinate_positions(size, window, layout == "spread")).chunk(2)
     y = torch.randn_like(windows)
     mean = (y.flatten(1)[:, first] + y.flatten(1)[:, last]) / 2
     torch.testing.assert_close(mean, reference.from_windows(y, size, layout))

@@ -53,7 +53,10 @@ def window_count(size: int, window: int) -> int:
 
 
 def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
-    """Return the coordinate at every position of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
+    """Return the coordinate at every position of the windows of ``to_windows``: (count V,).
+
+    ``spread`` stands for its layouts "spread" and "wrapped", as ``device_table`` takes numbers alone.
+    """
     count = window_count(size, window)
     if not spread:
         return np.arange(count * window) % size
@@ -61,7 +64,7 @@ def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
     return np.concatenate([np.arange(start, start + window) % size for start in starts])
 
 
-def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
+def coordinate_positions(size: int, window: int, spread: bool) -> np.ndarray:
     """Return for every coordinate the two positions, or one twice, that ``from_windows`` averages: (2 size,)."""
     coordinates = window_coordinates(size, window, spread)
     positions = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
@@ -70,16 +73,18 @@ def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
 
 
 def window_tables(in_features: int, out_features: int, network: NetworkSettings, like: Tensor) -> list[Tensor | None]:
-    """Return ``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, int32 as ``like``.
+    """Return ``window_coordinates`` of a network's inputs and ``coordinate_positions`` of its outputs, as int32.
 
-    None means that windows divide the size, so positions are coordinates.
+    None means that windows divide the size, so positions are coordinates. The tables are on the device of ``like``.
     """
+    reads = writes = None
     spread = network.layout == "spread"
-    ends = (in_features, network.windows[0], spread), (out_features, network.windows[-1], spread)
-    return [
-        device_table(table, arguments, like, torch.int32) if arguments[0] % arguments[1] else None
-        for table, arguments in zip((window_coordinates, coordinate_places), ends, strict=True)
-    ]
+    first, last = network.window_sizes[0], network.window_sizes[-1]
+    if in_features % first:
+        reads = device_table(window_coordinates, (in_features, first, spread), like, torch.int32)
+    if out_features % last:
+        writes = device_table(coordinate_positions, (out_features, last, spread), like, torch.int32)
+    return [reads, writes]
 
 
 def basis_tables(network: NetworkSettings, like: Tensor) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
@@ -91,7 +96,7 @@ def basis_tables(network: NetworkSettings, like: Tensor) -> tuple[list[Tensor], 
     """
     if network.basis == "spinor":
         return [], [], [], []
-    dimensions = [window.bit_length() - 1 for window in network.windows]
+    dimensions = [window.bit_length() - 1 for window in network.window_sizes]
     shapes = [clifford.spin_shape(n) for n in dimensions]
     blades, signs = zip(*(clifford.string_tables(n, like)[:2] for n in dimensions), strict=True)
     return list(blades), list(signs), [shape.rows for shape in shapes], [shape.components for shape in shapes]
@@ -120,7 +125,7 @@ def from_windows(y: Tensor, size: int, layout: str = "wrapped") -> Tensor:
     if not wrapped:
         return y
     if layout == "spread":
-        first, last = take_last(y, device_table(coordinate_places, (size, window, 1), y)).chunk(2, dim=-1)
+        first, last = take_last(y, device_table(coordinate_positions, (size, window, 1), y)).chunk(2, dim=-1)
         return (first + last) / 2
     return torch.cat(((y[..., :wrapped] + y[..., size:]) / 2, y[..., wrapped:size]), dim=-1)
 
@@ -159,12 +164,12 @@ def mixed_branches(
     return torch.einsum("nwv,w->nv", x, mix.to(x.dtype))
 
 
-def branch_orders(window: int, width: int, depth: int, after_entry: bool, seed: int) -> np.ndarray:
+def branch_orders(window: int, width: int, depth: int, activate_entry: bool, seed: int) -> np.ndarray:
     """Return the permutations of all B branches of a network's steps, as indices (B, V) within each branch.
 
     The step after the entry layer comes first; its number for ``branch_permutation`` is the last, ``depth``.
     """
-    steps = [(depth, 1)] * after_entry + [(step, width) for step in range(depth)]
+    steps = [(depth, 1)] * activate_entry + [(step, width) for step in range(depth)]
     orders = [branch_permutation(window, branches, seed, step) for step, branches in steps]
     return np.concatenate(orders).reshape(-1, window) % window
 
@@ -301,21 +306,21 @@ class NetworkSettings(NamedTuple):
 
     Attributes:
         out_features: size of the result.
-        windows: V of every layer: entry, hidden ones, exit. The inner width is the V of the hidden layers.
+        window_sizes: V of every layer: entry, hidden ones, exit. The inner width is the V of the hidden layers.
         basis: as for ``rotor_layer``.
         layout: as for ``rotor_layer``.
         normalize: as for ``mixed_branches``.
-        after_entry: whether permutation, norm and activation follow the entry layer too.
+        activate_entry: whether permutation, norm and activation follow the entry layer too.
         residual: whether the entry and the exit layer add their input if they have as many inputs as outputs.
         activation: as for ``mixed_branches``.
     """
 
     out_features: int
-    windows: tuple[int, ...]
+    window_sizes: tuple[int, ...]
     basis: str = "spinor"
     layout: str = "wrapped"
     normalize: bool = True
-    after_entry: bool = False
+    activate_entry: bool = False
     residual: bool = False
     activation: str = "prelu"
 
@@ -362,18 +367,19 @@ def rotor_network(
     Returns:
         (N, out_features).
     """
-    settings, inner = (network.basis, sandwich_windows, network.layout), network.windows[1]
-    step_tensors = _split_by_step(orders, slopes, mix, [1] * network.after_entry + [len(a) for a in left[1:-1]])
+    inner = network.window_sizes[1]
+    branch_counts = [1] * network.activate_entry + [len(a) for a in left[1:-1]]
+    step_tensors = _split_by_step(orders, slopes, mix, branch_counts)
 
     def layer(index: int, size: int, y: Tensor) -> Tensor:
         a, b = (factor[index].unsqueeze(0).to(y.dtype) for factor in (left, right))
-        return rotor_layer(y, a, b, size, network.windows[index], *settings)
+        return rotor_layer(y, a, b, size, network.window_sizes[index], network.basis, layout=network.layout)
 
     def step(index: int, y: Tensor) -> Tensor:
-        branches = layer(index, left[index].shape[0] * network.windows[index], y).unflatten(-1, (-1, inner))
+        branches = layer(index, left[index].shape[0] * network.window_sizes[index], y).unflatten(-1, (-1, inner))
         return mixed_branches(branches, *next(step_tensors), network.normalize, network.activation)
 
-    entry = functools.partial(step, 0) if network.after_entry else functools.partial(layer, 0, inner)
+    entry = functools.partial(step, 0) if network.activate_entry else functools.partial(layer, 0, inner)
     hidden = [functools.partial(step, index) for index in range(1, len(left) - 1)]
     exit = functools.partial(layer, len(left) - 1, network.out_features)
     z = through_network(x, entry, hidden, exit, network.residual)

@@ -197,9 +197,16 @@ class RotorLinear(Operator):
         if config.permute:
             arguments = self.inner, config.width, config.depth, config.activate_entry, config.seed
             orders = device_table(reference.branch_orders, arguments, self.entry.left, torch.int32)
-        windows = tuple(s.window for s in sums)
-        settings = config.basis, config.windows, config.normalize, config.activate_entry, config.residual
-        network = reference.NetworkSettings(self.out_features, windows, *settings, config.activation)
+        network = reference.NetworkSettings(
+            out_features=self.out_features,
+            window_sizes=tuple(s.window for s in sums),
+            basis=config.basis,
+            layout=config.windows,
+            normalize=config.normalize,
+            activate_entry=config.activate_entry,
+            residual=config.residual,
+            activation=config.activation,
+        )
         return left, right, orders, torch.cat(slopes), torch.cat(mix), network
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:

@@ -155,11 +155,21 @@ class SandwichSum(CachingModule):
 
     def apply_factors(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Return y for x (..., I), with factors in the dtype of x (``functional.rotor.rotor_layer``)."""
-        orders, terms = None, self.counts[0]
+        orders = None
+        terms = self.counts[0]
         if self.config.permute_terms and terms > 1:
             orders = device_table(reference.term_orders, (self.window, terms, self.config.seed), x)
-        settings = self.config.basis, sandwich_windows, self.config.windows, orders
-        return reference.rotor_layer(x, left, right, self.out_features, self.window, *settings)
+        return reference.rotor_layer(
+            x,
+            left,
+            right,
+            self.out_features,
+            self.window,
+            basis=self.config.basis,
+            product=sandwich_windows,
+            layout=self.config.windows,
+            orders=orders,
+        )
 
     def dense(self) -> Tensor:
         """Return the (O, I) matrix in at least single precision."""

@@ -377,13 +377,14 @@ class Network:
         network: reference.NetworkSettings,
     ) -> None:
         self.in_features, self.out_features = in_features, network.out_features
-        windows, inner = network.windows, network.windows[1]
+        windows = network.window_sizes
+        inner = windows[1]
         entry = inner // windows[0], reference.window_count(in_features, windows[0])
         exit = reference.window_count(network.out_features, windows[-1]), inner // windows[-1]
         counts = [entry, *((len(factor), 1) for factor in left[1:-1]), exit]
         if counts != [factor.shape[:2] for factor in left] or {*windows[1:-1]} != {inner}:
             raise ValueError(f"layers of {len(left)} windows {windows} must have {counts} output and input windows")
-        branches = network.after_entry + sum(len(factor) for factor in left[1:-1])
+        branches = network.activate_entry + sum(len(factor) for factor in left[1:-1])
         _checked_sizes("slopes:B mix:B orders:BV:i32", slopes, mix, orders, B=branches, V=inner)
         reads, writes = reference.window_tables(in_features, network.out_features, network, slopes)
         blades, signs, *spins = reference.basis_tables(network, slopes)
@@ -392,7 +393,7 @@ class Network:
         self.layers = _array(number for a, b, window, table in layers for number in _layer(a, b, window, *table))
         self.tensors = *left, *right, orders, slopes, mix, reads, writes, *blades, *signs  # C++ has their addresses
         curve = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
-        flags = network.residual, network.after_entry, bool(blades)
+        flags = network.residual, network.activate_entry, bool(blades)
         self.head = in_features, network.out_features, _address(reads), _address(writes), *flags
         self.tail = network.normalize, ACTIVATIONS.index(curve), *map(_address, (orders, slopes, mix)), len(left)
         self.gradients = 2 * branches + sum(factor.numel() for factor in (*left, *right))
