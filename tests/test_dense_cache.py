@@ -20,7 +20,7 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 )
 def operator(request):
     operator = relinear.for_inference_(request.param.build(16, 16))
-    assert sys.modules[type(request.param).__module__]._DENSE.in_inference(16, 16, torch.float32, 5)
+    assert sys.modules[type(request.param).__module__]._DENSE_LIMITS.prefers(16, 16, torch.float32, 5)
     with torch.no_grad():
         operator(X)
     assert "dense" in operator.parameter_cache._state[2]
@@ -106,16 +106,16 @@ def test_what_is_kept_knows_nothing_of_autocast_and_inference_mode(operator, lev
 
 
 def test_large_layers_stay_structured(operator):
-    dense = sys.modules[type(operator).__module__]._DENSE
-    for dtype in dense.limits:
-        assert not dense.in_inference(8192, 8192, dtype, 4096)
+    limits = sys.modules[type(operator).__module__]._DENSE_LIMITS
+    for dtype in limits.limits:
+        assert not limits.prefers(8192, 8192, dtype, 4096)
 
 
 @pytest.mark.parametrize(("features", "dense"), [({"amx_bf16"}, True), ({"avx512_bf16"}, False)], ids=str)
 def test_bounds_of_bfloat16_are_of_processors_that_multiply_on_tiles(features, dense, monkeypatch):
     monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features))
-    assert monarch._DENSE.in_inference(1024, 1024, torch.bfloat16, 1024) == dense
-    assert not monarch._DENSE.in_inference(1024, 1024, torch.float32, 1024)
+    assert monarch._DENSE_LIMITS.prefers(1024, 1024, torch.bfloat16, 1024) == dense
+    assert not monarch._DENSE_LIMITS.prefers(1024, 1024, torch.float32, 1024)
 
 
 @torch.no_grad()

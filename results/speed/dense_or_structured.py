@@ -1,4 +1,4 @@
-"""Which sizes are faster through a dense matrix: the measurement behind the operators' ``Dense`` bounds.
+"""Which sizes are faster through a dense matrix: the measurement behind the operators' ``DenseLimits``.
 
     python results/speed/dense_or_structured.py > results/speed/dense_or_structured.txt
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.kernels.dense import Dense
+from relinear.kernels.dense import DenseLimits
 from relinear.system.machine import describe_machine
 from relinear.system.timing import interleave
 
@@ -26,7 +26,7 @@ CONFIGS = {
 
 SIZES = 64, 128, 256, 512, 1024, 2048
 #: what has no layer made dense
-NEVER = Dense({})
+NEVER = DenseLimits({})
 
 
 def inference(dtype: torch.dtype, tokens: int, size: int) -> str:
@@ -42,10 +42,10 @@ def inference(dtype: torch.dtype, tokens: int, size: int) -> str:
     return "  ".join(f"{kind} {timings[kind].ratio:5.2f}" for kind in CONFIGS)
 
 
-def bounded(module: nn.Module, bounds: Dense) -> None:
+def bounded(module: nn.Module, bounds: DenseLimits) -> None:
     """Have layers of this kind go by such bounds."""
     if not isinstance(module, nn.Linear):
-        sys.modules[type(module).__module__]._DENSE = bounds
+        sys.modules[type(module).__module__]._DENSE_LIMITS = bounds
 
 
 def main() -> None:

@@ -135,29 +135,10 @@ class Config:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"expected {cls.family} settings, as text or with a 'kind', got {quoted(values)}")
-        values = dict(values)
-        kind = values.pop("kind", None)
-        if isinstance(kind, str) and kind not in cls.kinds():
-            plugins.load(cls.family, kind)
-        known = cls.kinds()
-        if not isinstance(kind, str) or kind not in known:
-            names = {**known, **plugins.entry_points(cls.family)}
-            hint = f"{did_you_mean(str(kind), names)} (relinear list {cls.family}s shows all)"
-            raise UnknownKindError(f"unknown {cls.family} kind {quoted(kind)}; {hint}")
-        target = known[kind]
-        if not issubclass(target, cls):
-            raise ValueError(f"{kind!r} is not a {cls.__name__}")
-        fields, hints = dataclasses.fields(target), _hints(target)  # type: ignore[arg-type]
-        texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(hints.get(f.name))}
-        values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
-        decoded = {key: _decode(value) for key, value in values.items()}
-        first_version = {f.name for f in fields} - target.legacy_defaults.keys()
-        settings = (dict(target.legacy_defaults) if first_version <= decoded.keys() else {}) | decoded
-        required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
-        missing = [name for name in required if name not in settings]
-        if missing:
-            raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
-        return target(**settings)
+        config = _config_from(cls.family, values)
+        if not isinstance(config, cls):
+            raise ValueError(f"{config.kind!r} is not a {cls.__name__}")
+        return config
 
     @classmethod
     def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
@@ -202,16 +183,38 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a config field may not hold {type(value).__name__}: {value!r}")
 
 
+def _config_from(family: str, values: Mapping[str, Any]) -> Config:
+    """Return the config of any kind of ``family`` that ``to_dict`` wrote; see ``Config.from_dict``."""
+    values = dict(values)
+    kind = values.pop("kind", None)
+    if isinstance(kind, str) and kind not in _REGISTRY.get(family, {}):
+        plugins.load(family, kind)
+    known = _REGISTRY.get(family, {})
+    if not isinstance(kind, str) or kind not in known:
+        names = {**known, **plugins.entry_points(family)}
+        hint = f"{did_you_mean(str(kind), names)} (relinear list {family}s shows all)"
+        raise UnknownKindError(f"unknown {family} kind {quoted(kind)}; {hint}")
+    target = known[kind]
+    fields, hints = dataclasses.fields(target), _hints(target)  # type: ignore[arg-type]
+    texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(hints.get(f.name))}
+    values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
+    decoded = {key: _decode(value) for key, value in values.items()}
+    first_version = {f.name for f in fields} - target.legacy_defaults.keys()
+    settings = (dict(target.legacy_defaults) if first_version <= decoded.keys() else {}) | decoded
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in settings]
+    if missing:
+        raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
+    return target(**settings)
+
+
 def _decode(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = dict(value)
         family = value.pop("family", "operator")
         if not isinstance(family, str) or family not in _REGISTRY:
             raise ValueError(f"unknown config family {quoted(family)}; {did_you_mean(str(family), _REGISTRY)}")
-        config_class = next(iter(_REGISTRY[family].values()))
-        # the family's base class, whose ``from_dict`` reads every kind of it
-        base: Any = next(c for c in reversed(config_class.__mro__) if getattr(c, "family", None) == family)
-        return base.from_dict(value)
+        return _config_from(family, value)
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value

@@ -16,7 +16,7 @@ class ParamRole(NamedTuple):
         fan_in: number of inputs that a unit sums over; None for vectors, lookup tables and bivectors.
         lr_multiplier: factor on the base learning rate.
         weight_decay: whether weight decay applies.
-        fan_in_scales: whether the fan-in grows with the model's width; False for a size that is a setting, as a rank.
+        fan_in_scales: whether the fan-in grows with the model's width; False for those in ``finite_fan_in``, as a rank.
         fan_out: number of units that read an input; None (unknown) means equal to the fan-in.
         fan_out_scales: whether the fan-out grows with the model's width.
         growth: fans grow as this power of the model's width; 0.5 for a factor of a Kronecker product.
@@ -56,7 +56,8 @@ class ParamRole(NamedTuple):
         """
         if not self.fan_in or ratio == 1:
             return 1.0
-        base_fan_in, fan_out = self._base_fan_in(ratio), self.fan_in if self.fan_out is None else self.fan_out
+        base_fan_in = self._base_fan_in(ratio)
+        fan_out = self.fan_in if self.fan_out is None else self.fan_out
         base_fan_out = fan_out / ratio**self.growth if self.fan_out_scales else fan_out
         std = (base_fan_in / self.fan_in) ** (1.0 if self.readout else 0.5)
         return std * self._default_std(base_fan_in, base_fan_out) / self._default_std(self.fan_in, fan_out)

@@ -20,7 +20,7 @@ Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class DenseLimits:
     """Hold the sizes up to which an operator is faster as a dense matrix; dtypes without an entry are never made dense.
 
     Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
@@ -32,7 +32,7 @@ class Dense:
 
     limits: Sizes
 
-    def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+    def prefers(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         """Return whether the cached matrix is faster."""
         largest = next((size for most, size in self._of(dtype) if tokens <= most), 0)
         return in_features * out_features <= largest**2
@@ -40,17 +40,20 @@ class Dense:
     def _of(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
         return self.limits.get(torch.float32 if dtype == torch.bfloat16 and not tiled(dtype) else dtype, ())
 
-    def inference(self, operator: Any, x: Tensor) -> Tensor | None:
-        """Call ``dense_inference`` unless the operator is too large to be dense for any number of tokens."""
-        if not _is_applicable(operator, x):
+    def product(self, operator: Any, x: Tensor) -> Tensor | None:
+        """Return ``operator(x)`` by its dense matrix, or None if the structured product is to be used.
+
+        An operator that is too large to be dense for any number of tokens looks nothing up in its cache.
+        """
+        if not _may_be_dense(operator, x):
             return None
         sizes = self._of(x.dtype)
         if not sizes or operator.in_features * operator.out_features > sizes[0][1] ** 2:
             return None
-        return _cached_product(operator, x, self.in_inference)
+        return _cached_product(operator, x, self.prefers)
 
 
-def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
+def dense_product(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
     """Return ``operator(x)`` by its dense matrix, or None if the structured product is to be used.
 
     Returns None outside of ``relinear.for_inference_``, in training, if gradients are recorded, on other devices than a
@@ -61,10 +64,10 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
         x: (..., in_features).
         prefers: returns for in_features, out_features, dtype and number of tokens whether dense is faster.
     """
-    return _cached_product(operator, x, prefers) if _is_applicable(operator, x) else None
+    return _cached_product(operator, x, prefers) if _may_be_dense(operator, x) else None
 
 
-def _is_applicable(operator: Any, x: Tensor) -> bool:
+def _may_be_dense(operator: Any, x: Tensor) -> bool:
     """Return whether a cached matrix may be used; called before the processor is checked, which cannot be traced."""
     unused = operator.parameter_cache is None or operator.training or torch.is_grad_enabled()
     return not unused and not torch.compiler.is_compiling() and x.is_cpu
@@ -76,11 +79,8 @@ def _cached_product(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
     key = x.numel().bit_length(), x.dtype
 
     def product() -> Callable[[Tensor], Tensor] | None:
-        inputs, outputs, tokens = (
-            operator.in_features,
-            operator.out_features,
-            ((1 << key[0]) - 1) // operator.in_features,
-        )
+        inputs, outputs = operator.in_features, operator.out_features
+        tokens = ((1 << key[0]) - 1) // inputs
         dense = prefers(inputs, outputs, x.dtype, tokens)
         chosen, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
         layer = f"{inputs} -> {outputs}, some {tokens} tokens, {str(x.dtype).removeprefix('torch.')}"

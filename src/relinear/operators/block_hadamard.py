@@ -15,9 +15,9 @@ from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.parameters import ListedParameters
 from relinear.functional.block_hadamard import block_hadamard_dense, block_hadamard_fit, block_hadamard_sizes
 from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
-from relinear.kernels.dense import Dense
+from relinear.kernels.dense import DenseLimits
 
-_DENSE = Dense(
+_DENSE_LIMITS = DenseLimits(
     {torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
 )
 
@@ -44,7 +44,7 @@ class BlockHadamardLinear(Operator):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = _DENSE.inference(self, x)
+        dense = _DENSE_LIMITS.product(self, x)
         if dense is not None:
             return dense
         return block_hadamard(x, self.blocks(), self.out_features, self.bias, self.config.mix_input)

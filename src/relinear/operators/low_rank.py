@@ -17,10 +17,10 @@ from relinear.contract.config import Count, check_fits, register
 from relinear.contract.linear_layers import dense_weight, linear_features
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
-from relinear.kernels.dense import Dense
+from relinear.kernels.dense import DenseLimits
 
 #: sizes up to which one dense product is faster than two thin ones, in inference only
-_DENSE = Dense({torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
+_DENSE_LIMITS = DenseLimits({torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
 
 #: step between the ranks of ``candidates``; smaller only in layers narrower than 16 times this
 RANK_STEP = 8
@@ -69,7 +69,7 @@ class LowRankLinear(RankLinear):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = _DENSE.inference(self, x)
+        dense = _DENSE_LIMITS.product(self, x)
         return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

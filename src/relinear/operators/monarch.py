@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from relinear.contract.config import Count, check_fits, register
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch_dense, monarch_factors
-from relinear.kernels.dense import Dense
+from relinear.kernels.dense import DenseLimits
 from relinear.kernels.monarch import monarch
 
-_DENSE = Dense({torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
+_DENSE_LIMITS = DenseLimits({torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 
 
 class MonarchLinear(Operator):
@@ -51,7 +51,7 @@ class MonarchLinear(Operator):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = _DENSE.inference(self, x)
+        dense = _DENSE_LIMITS.product(self, x)
         return monarch(x, self.right, self.left, self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from relinear.contract.config import register
 from relinear.contract.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors
-from relinear.kernels.dense import Dense
+from relinear.kernels.dense import DenseLimits
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 
-_DENSE = Dense({torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
+_DENSE_LIMITS = DenseLimits({torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
 
 
 class PivotedLowRankLinear(RankLinear):
@@ -53,7 +53,7 @@ class PivotedLowRankLinear(RankLinear):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = _DENSE.inference(self, x)
+        dense = _DENSE_LIMITS.product(self, x)
         return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from relinear.contract.parameter_roles import ParamRole
 from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import autocasted
-from relinear.kernels.dense import dense_cost, dense_inference
+from relinear.kernels.dense import dense_cost, dense_product
 from relinear.kernels.implementations import is_untraced_cpu
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, supports_network, supports_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials
@@ -97,7 +97,7 @@ class RotorLinear(Operator):
     ``hidden.k.mix`` (W,), ``hidden.k.slopes`` (W,) and ``exit``. ``slope`` (1,) belongs to the entry layer's PReLU or,
     if slopes are shared, to all. ``bias`` (O,) is optional. ``forward`` takes the first of these paths that can run::
 
-        dense_inference     linear maps in inference: one cached dense matrix
+        dense_product       linear maps in inference: one cached dense matrix
         _fused_network      depth >= 1: one kernel for all layers; parameters that are cached are converted for it once
         self.entry          depth 0: the sum of sandwiches
         through_network     depth >= 1: layer by layer; one batch of matrix exponentials gives the rotors of all layers
@@ -146,7 +146,7 @@ class RotorLinear(Operator):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of sandwiches r x s~ plus bias, or the network of such sums (``functional.rotor``)."""
-        if (y := dense_inference(self, x, self._prefers_dense)) is not None:
+        if (y := dense_product(self, x, self._prefers_dense)) is not None:
             return y
         (x,) = autocasted(x)
         if self._is_fused(x):
