@@ -6,6 +6,8 @@
 import torch
 from torch import Tensor
 
+from relinear.functional.upcast import upcast
+
 
 def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return K gates sigma(phi(c)) (..., K) of Eq. 2, in at least float32.
@@ -14,7 +16,7 @@ def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         features: (..., G), the gate network's last hidden layer.
         weight, bias: (K, G) and (K,), its output layer for these gates.
     """
-    features, weight, bias = _upcast(features), _upcast(weight), _upcast(bias)
+    features, weight, bias = upcast(features), upcast(weight), upcast(bias)
     return torch.sigmoid(features @ weight.T + bias)
 
 
@@ -66,19 +68,19 @@ def ccl_gated(
 ) -> Tensor:
     """Return the same as ``ccl`` for gates that have been computed.
 
-    For a mixture of templates, ``g_basis`` is the weight p_e of each feature's template. Template e is the low-rank map
+    For a mixture of templates, ``g_basis`` is the probability p_e of each feature's template. Template e is the map
     U_e V_e of part e of ``mix`` and ``basis``: without norm and output gate this is y = sum_e p_e U_e V_e x + b.
 
     Args:
         g_basis, g_out: (..., R) and (..., O), or None for ones.
         x, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps: as in ``ccl``.
     """
-    h = _upcast(x) @ _upcast(basis).T
+    h = upcast(x) @ upcast(basis).T
     if norm_gain is not None and norm_offset is not None:
         centered = h - h.mean(-1, keepdim=True)
         h = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * norm_gain + norm_offset
     h = h if g_basis is None else h * g_basis
-    y = h @ _upcast(mix).T
+    y = h @ upcast(mix).T
     b = torch.zeros_like(y[..., :1]) if bias is None else bias
     if g_out is None:
         y = y + b
@@ -87,24 +89,24 @@ def ccl_gated(
     return y.to(x.dtype)
 
 
-def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def template_probabilities(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the probabilities softmax(phi(c)) (..., E) of the templates, in at least float32.
 
     Args:
         features: (..., G), the gate network's last hidden layer.
         weight, bias: (E, G) and (E,), its output layer.
     """
-    features, weight, bias = _upcast(features), _upcast(weight), _upcast(bias)
+    features, weight, bias = upcast(features), upcast(weight), upcast(bias)
     return torch.softmax(features @ weight.T + bias, -1)
 
 
-def largest_shares(shares: Tensor, selected: int) -> Tensor:
-    """Return ``shares`` (..., E) with all but the ``selected`` largest set to zero.
+def keep_largest(probabilities: Tensor, selected: int) -> Tensor:
+    """Return ``probabilities`` (..., E) with all but the ``selected`` largest set to zero.
 
     These keep their values, as in the Switch Transformer (Fedus et al., 2022), so that gradients train the selection.
     """
-    chosen = shares.topk(selected, -1).indices
-    return torch.zeros_like(shares).scatter(-1, chosen, shares.gather(-1, chosen))
+    chosen = probabilities.topk(selected, -1).indices
+    return torch.zeros_like(probabilities).scatter(-1, chosen, probabilities.gather(-1, chosen))
 
 
 def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -128,7 +130,3 @@ def ccl_dense(basis: Tensor, mix: Tensor, g_basis: Tensor | None, g_out: Tensor 
     gated_mix = mix if g_basis is None else mix * g_basis[..., None, :]
     weight = gated_mix @ basis.to(gated_mix.dtype)
     return weight if g_out is None else weight * g_out[..., :, None]
-
-
-def _upcast(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t

@@ -11,6 +11,7 @@ from torch.nn.functional import linear, silu, softplus
 
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_of, block_diagonal_to_dense
 from relinear.functional.low_rank import low_rank_factors
+from relinear.functional.upcast import upcast
 
 
 class HDPLOutput(NamedTuple):
@@ -68,8 +69,7 @@ def hdpl_results(*arguments: Tensor | None) -> tuple[Tensor, ...]:
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
     """Return z = mu + exp(logvar / 2) * noise (Eq. 6), computed in at least float32, in mu's dtype; all (..., R)."""
-    wide = torch.promote_types(mu.dtype, torch.float32)
-    return torch.addcmul(mu.to(wide), torch.exp(0.5 * logvar.to(wide)), noise).to(mu.dtype)
+    return torch.addcmul(upcast(mu), torch.exp(0.5 * upcast(logvar)), noise).to(mu.dtype)
 
 
 def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,8 +79,7 @@ def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Ten
 
 def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     """Return KL(N(mu, sigma^2) || N(0, 1)) per dimension (..., R), in nats (a summand of Eq. 8), at least float32."""
-    wide = torch.promote_types(mu.dtype, torch.float32)
-    mu, logvar = mu.to(wide), logvar.to(wide)
+    mu, logvar = upcast(mu), upcast(logvar)
     return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
 
 
@@ -130,8 +129,7 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     Returns:
         (...,) in float32 or better.
     """
-    wide = torch.promote_types(mu.dtype, torch.float32)
-    mu, logvar = mu.to(wide), logvar.to(wide)
+    mu, logvar = upcast(mu), upcast(logvar)
     half = 0.5 * logvar
     # Written so that nothing overflows before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
     # cosh(l) / (1 + v) = (v + 1/v) / (2 (1 + v)).

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from relinear.functional.upcast import upcast
+
 
 def gated(z: Tensor, logits: Tensor) -> Tensor:
     """Return z * sigmoid(W_g x): the gate of Qiu et al. (2025, Eq. 5), for any projection.
@@ -19,4 +21,4 @@ def gated(z: Tensor, logits: Tensor) -> Tensor:
 
 def gates(logits: Tensor) -> Tensor:
     """Return sigmoid(logits) in float32 at least."""
-    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    return torch.sigmoid(upcast(logits))

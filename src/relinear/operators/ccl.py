@@ -18,7 +18,7 @@ from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, c
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine_parameters
 from relinear.deprecated import with_attributes_of_0_2
-from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
+from relinear.functional.ccl import ccl_dense, ccl_gated, gate, keep_largest, template_probabilities
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
 from relinear.operators.context_manager import GELU_GAIN
@@ -123,32 +123,33 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return g_basis, None if g_out is None else self._hooked("output_gate", g_out.expand(sizes))
 
     def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
-        """Return the basis gates (..., R), or the templates' weights (..., E), and the output gates (..., O)."""
+        """Return the basis gates (..., R), or templates' probabilities (..., E), and the output gates (..., O)."""
         g_basis: Tensor | None = None
         if self.config.composition != "gates":
-            g_basis = self._template_weights(features, record)
+            g_basis = self._template_probabilities(features, record)
         elif self.basis_gate is not None:
             g_basis = gate(features, *self.basis_gate())
         return g_basis, None if self.output_gate is None else gate(features, *self.output_gate())
 
     def _per_feature(self, gates: Tensor | None) -> Tensor | None:
-        """Return one gate per basis feature (..., R): a template's weight is repeated for all its features."""
+        """Return one gate per basis feature (..., R): a template's probability is repeated for its features."""
         return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gate_count, -1)
 
-    def _template_weights(self, features: Tensor, record: bool) -> Tensor:
-        """Return each token's template weights (..., E): probabilities, zero for templates that are not selected.
+    def _template_probabilities(self, features: Tensor, record: bool) -> Tensor:
+        """Return each token's probabilities of templates (..., E), zero for templates that are not selected.
 
         With "selection" and ``record``, probabilities and selections (..., T, 2, E) are recorded for the balance loss.
         """
-        config, probabilities = self.config, template_shares(features, *_affine(self.basis_gate))
+        config = self.config
+        probabilities = template_probabilities(features, *_affine(self.basis_gate))
         if config.composition != "selection":
             return probabilities
-        weights = largest_shares(probabilities, config.selected)
+        selected = keep_largest(probabilities, config.selected)
         if record and config.balance:
-            used = (weights.detach() > 0).to(weights.dtype) / config.selected
+            used = (selected.detach() > 0).to(selected.dtype) / config.selected
             stacked = torch.stack([probabilities, used], -2)
             self.record_auxiliary({"balance": stacked}, {"busiest": stacked.detach()})
-        return weights
+        return selected
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return the Switch Transformer's load-balancing loss E sum_e f_e p_e, or for "busiest" the largest f_e.
@@ -175,7 +176,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
     def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
         """Return the gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without gates that are off.
 
-        With templates "basis" is the weight of each feature's template.
+        With templates "basis" is the probability of each feature's template.
 
         Args:
             context: by default that of the running forward pass or ``relinear.activations.context`` block.

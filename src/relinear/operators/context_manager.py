@@ -18,6 +18,7 @@ from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.contract.input_checks import check_features
 from relinear.contract.messages import quoted
+from relinear.functional.upcast import upcast
 from relinear.hf.model_layout import is_checkpointing
 from relinear.hf.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
@@ -72,10 +73,6 @@ class ContextState(LinearAttentionLayer):
         )
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class _Average(nn.Module):
     """Compute exponential moving averages with one learnt time constant per channel, in tokens."""
 
@@ -92,8 +89,8 @@ class _Average(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return (decay (C,), value (B, T, C)) of the recurrence, in float32 at least."""
-        rate = torch.exp(-_upcast(self.log_timescale))
-        return torch.exp(-rate), -torch.expm1(-rate) * _upcast(features)
+        rate = torch.exp(-upcast(self.log_timescale))
+        return torch.exp(-rate), -torch.expm1(-rate) * upcast(features)
 
     def flops_per_token(self) -> int:
         return 3 * self.log_timescale.numel()
@@ -113,8 +110,8 @@ class _GatedUnit(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return (decay (B, T, C), value (B, T, C)) of the recurrence, in float32 at least."""
-        gate = torch.sigmoid(_upcast(self.gate(features)))
-        return 1 - gate, gate * torch.tanh(_upcast(self.candidate(features)))
+        gate = torch.sigmoid(upcast(self.gate(features)))
+        return 1 - gate, gate * torch.tanh(upcast(self.candidate(features)))
 
     def flops_per_token(self) -> int:
         return 4 * self.gate.in_features**2 + 4 * self.gate.in_features

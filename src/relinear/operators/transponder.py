@@ -20,6 +20,7 @@ from relinear.contract.operator import NotLinearError
 from relinear.contract.parameters import add_parameters, is_plain_linear, is_unhooked
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
+from relinear.functional.upcast import upcast
 from relinear.kernels.transponder import modulated_linear, prepare_few_rows
 from relinear.operators.fused_inference import FusedInference
 
@@ -34,9 +35,7 @@ class _ModulatorBase(nn.Module):
 
     def _alpha(self, name: str) -> Tensor | float:
         log_alpha = getattr(self, name)
-        return (
-            1.0 if log_alpha is None else torch.exp(log_alpha.to(torch.promote_types(log_alpha.dtype, torch.float32)))
-        )
+        return 1.0 if log_alpha is None else torch.exp(upcast(log_alpha))
 
     def alphas(self) -> dict[str, float]:
         """Return the curvature of every gate by its name ("channel", "scalar" or "static"); 1 if it is fixed."""
