@@ -21,7 +21,7 @@ class CausalityReport:
 
     Attributes:
         tokens: length of the sequence; every suffix of it was changed.
-        modules: how many modules' outputs were compared.
+        modules: number of modules whose outputs were compared.
         module: name of the first module, in order of execution, whose output saw the future, None if none did.
         layer: index of its decoder layer (None outside of them).
         position: the first token of its output that changed.
@@ -86,7 +86,7 @@ def check_causality(
         tokens: T, at least 2, where ``inputs`` is not given (fewer if the model has fewer positions).
         tolerance: change allowed, relative to the largest output of the module; None is eight times the precision of
             the coarsest parameters.
-        seed: of the tokens.
+        seed: seed of the tokens.
         raises: False returns the report of a leak in place of raising.
 
     Returns:

@@ -105,7 +105,7 @@ def linear_probe(features: Tensor, targets: Tensor, penalty: float = 1e-3) -> di
     Args:
         features: (samples, E).
         targets: (samples, coefficients); coefficients that never change are left out.
-        penalty: of the squared weights, relative to the features' variance: it keeps the fit defined.
+        penalty: weight of the squared weights, relative to the features' variance; it keeps the fit defined.
 
     Returns:
         error: mean squared error on the second half of the samples, to which nothing is fitted, the coefficients scaled

@@ -65,7 +65,7 @@ def token_shifts(model: Any, ids: Tensor, contexts: Tensor, other: Tensor, top: 
         ids: (N, H), the texts that are read.
         contexts: (N, E), their y.
         other: (E,), the other text's y.
-        top: how many tokens.
+        top: number of tokens.
 
     Returns:
         (token id, mean rise of its logit relative to the mean over the vocabulary), the largest first.

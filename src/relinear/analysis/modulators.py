@@ -84,7 +84,7 @@ def record_modulators(model: Any, ids: Tensor, *, tokens: int = 128) -> GateReco
     Args:
         model: a model with modulators.
         ids: (N, tokens in each) token ids.
-        tokens: for how many tokens of the first sequence gates are returned; the statistics are over all of ``ids``.
+        tokens: number of tokens of the first sequence whose gates are returned; the statistics are over all of ``ids``.
     """
     by_name = modulators(model)
     statistics: dict[str, dict[str, Any]] = {}

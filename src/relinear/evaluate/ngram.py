@@ -18,10 +18,10 @@ class _Order:
 
     Attributes:
         grams: code of every n-gram that occurs, in ascending order.
-        discounted: its count minus the discount.
+        discounted: count of every n-gram minus its discount.
         contexts: code of every context, in ascending order.
-        totals: its count.
-        spare: the sum of its discounts, which shorter n-grams get.
+        totals: count of every context.
+        spare: sum of every context's discounts, which shorter n-grams get.
     """
 
     grams: np.ndarray

@@ -80,7 +80,7 @@ class HookPointFacts:
         name: name of the hook point.
         kind: kind of the hook point.
         layer: index of its decoder layer; None outside of them.
-        size: how many units it has.
+        size: number of its units.
         start: the row of its first unit; the others follow.
     """
 

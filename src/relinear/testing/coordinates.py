@@ -55,7 +55,7 @@ def check_coordinates(
 
     Args:
         make_model: (width, seed) -> a decoder and the optimizer of its parameters.
-        widths: at least two.
+        widths: at least two widths.
         ids: (batch, tokens), the batch of every step.
         steps: optimiser steps.
         seeds: seeds of the weights; scales are geometric means over them.

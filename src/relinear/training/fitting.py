@@ -241,8 +241,8 @@ def fit(
         settings: how to train; the defaults of ``FitSettings`` if None.
         objective: minimised in place of the model's own loss: what ``ObjectiveConfig.prepare(model)`` returns, or any
             function (model, batch) -> (loss, its weighted terms by name, the model's output).
-        out_dir: for fit.json (the settings), metrics.jsonl, checkpoints and block_losses.npy (a language model's loss
-            on every validation sample at the end, in order); None writes nothing.
+        out_dir: directory for fit.json (the settings), metrics.jsonl, checkpoints and block_losses.npy (a language
+            model's loss on every validation sample at the end, in order); None writes nothing.
         overwrite: start over; earlier results in ``out_dir`` are renamed: ``checkpoints`` becomes
             ``checkpoints.<time>``.
         resume: deprecated; ``resume=False`` is ``overwrite=True``.

@@ -191,7 +191,7 @@ def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool =
     """Scale the initial weights of attachments and operators for muP.
 
     Args:
-        model: with its attachments and operators in place.
+        model: the model, with its attachments and operators in place.
         ratio: its width divided by the base width; at 1 nothing changes.
         stock: the model's parameters before attachments and operators were added.
         fitted: whether operators were fitted to the weights that they replace; these are then not scaled.

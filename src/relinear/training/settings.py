@@ -30,7 +30,7 @@ class FitSettings(Settings):
             all after ``warmup_steps``.
         warmup_steps: steps of the warm-up; None takes ``warmup_ratio``.
         warmup_ratio: warm-up as a share of the steps; None is a tenth (onecycle: three tenths, its own default).
-        min_lr_ratio: where a cosine ends, as a share of the peak.
+        min_lr_ratio: the learning rate at the end of a cosine, as a share of the peak.
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
         decay_embeddings: decay embeddings as well, those of attached parts included, as code does that decays every
             parameter of two dimensions.

@@ -39,13 +39,13 @@ class CGTOutput(ModelOutput):
     Attributes:
         loss: scalar, if labels or targets were given.
         logits: (B, T, V), or the predictions (B, T, F) of a regression model.
-        last_hidden_state: (B, T, D), of the bare model.
+        last_hidden_state: (B, T, D), for the bare model.
         past_key_values: the cache, with entries for the x layers, then for the y layers.
         context: (B, T, E), the y computed for each token (its mean in the VAE variant); None if it was given.
-        context_log_variance: (B, T, E), of the VAE variant.
+        context_log_variance: (B, T, E), for the VAE variant.
         context_sample: (B, T, E), the y that the VAE variant samples in training and the upper layers read.
-        hidden_states: as in GPT-2, of the x stream.
-        attentions: as in GPT-2, of the x stream.
+        hidden_states: hidden states of the x stream, as in GPT-2.
+        attentions: attentions of the x stream, as in GPT-2.
     """
 
     loss: Tensor | None = None

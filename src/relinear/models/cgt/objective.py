@@ -148,7 +148,8 @@ class CGTObjective(ObjectiveConfig):
 
     Args:
         eta: weight of the ordinary loss; with 1 the auxiliary loss is not computed.
-        horizon, splits, shared_split, positions: of the auxiliary loss, see ``draw_splits`` and ``auxiliary_loss``.
+        horizon, splits, shared_split, positions: settings of the auxiliary loss, as for ``draw_splits`` and
+            ``auxiliary_loss``.
         continuity: w_C, the weight of R_C.
         decorrelation: w_D, the weight of R_D; the paper takes half of w_C.
         profile: zeta_C = zeta_D: ``constant``, ``linear``, ``quadratic``, ``second_half``, or ``kernel``, which derives
