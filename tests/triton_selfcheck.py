@@ -39,9 +39,9 @@ def _without_tokens(values, RANK: tl.constexpr, PAD: tl.constexpr):
 def _at_first(monkeypatch):
     for kind, sample in SAMPLES.items():  # the interpreter takes its time
         monkeypatch.setitem(SAMPLES, kind, dataclasses.replace(sample, argument_lists=sample.argument_lists[:1]))
-    kernel_selfcheck.forget()
+    kernel_selfcheck._known.clear()
     yield
-    kernel_selfcheck.forget()
+    kernel_selfcheck._known.clear()
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_without_memory_to_check_it_a_kernel_is_not_used(monkeypatch) -> None:
         patch.setattr(rotor, "sandwich_windows", full)
         with pytest.warns(UserWarning, match="it fails with OutOfMemoryError"):
             assert kernel_selfcheck.failed_check("rotor", "cpu", DTYPE)
-    kernel_selfcheck.forget()
+    kernel_selfcheck._known.clear()
     assert not kernel_selfcheck.failed_check("rotor", "cpu", DTYPE)
 
 
@@ -135,10 +135,10 @@ def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
         return x.sin() * x
 
     checkpoint(use, x, use_reentrant=False).sum().backward()
-    kernel_selfcheck.forget()
+    kernel_selfcheck._known.clear()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         use(x)
-    kernel_selfcheck.forget()
+    kernel_selfcheck._known.clear()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         use(x)
 

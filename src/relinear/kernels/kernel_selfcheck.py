@@ -14,11 +14,6 @@ _known: dict[tuple[str, str, torch.dtype], str] = {}
 _lock = threading.Lock()
 
 
-def forget() -> None:
-    """Forget all results of checks in this process; the next use of a kernel checks it again."""
-    _known.clear()
-
-
 def failed_check(kind: str, device: str, dtype: torch.dtype) -> str:
     """Return why an operator's kernel must not be used on a device; "" if it passes its check there.
 

@@ -36,7 +36,7 @@ def _shares(sigma, row, row_ok, at, at_ok, RANK: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit
-def _add_thin(x, thin, weight, y, width, row, row_ok, at, at_ok, C: tl.constexpr, TILE: tl.constexpr):
+def _add_thin(x, thin, weight, y, width, row, row_ok, at, at_ok, TILE: tl.constexpr):
     """Write y = x + thin (n, C) weight (C, D), for all D."""
     for start in range(0, width, TILE.COLUMNS):
         column = start + tl.arange(0, TILE.COLUMNS)
@@ -73,7 +73,7 @@ def _forward_kernel(
     thin += tl.load(right_bias + at, mask=at_ok, other=0.0).to(tl.float32)[None, :]
     share = _shares(sigma, row, row_ok, at, at_ok, RANK, COUNT)
     thin = _across(thin * share, RANK, PAD) * share
-    _add_thin(x, thin, left, y, width, row, row_ok, at, at_ok, COUNT * RANK, TILE)
+    _add_thin(x, thin, left, y, width, row, row_ok, at, at_ok, TILE)
 
 
 @torch.library.custom_op("relinear::cgt_modulate", mutates_args=())
