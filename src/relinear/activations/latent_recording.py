@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -74,13 +75,14 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         >>> recorded["model.layers.0.self_attn.q_proj"].mu.shape
         torch.Size([1, 8, 4])
     """
-    return _recorded_latents(_latent_points(model), Latents())
+    return _stored_latents(_latent_points(model))
 
 
 @contextlib.contextmanager
-def _recorded_latents(points: Mapping[str, HookPoint], record: Latents) -> Iterator[Latents]:
-    with with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}):
-        yield record
+def _stored_latents(points: Mapping[str, HookPoint]) -> Iterator[Latents]:
+    stored = Latents()
+    with with_hooks(points, observers={name: [_StoreLatent(stored, name)] for name in points}):
+        yield stored
 
 
 def observe(model: nn.Module, observer: Callable[[str, Activation], None]) -> AbstractContextManager[None]:
@@ -89,12 +91,12 @@ def observe(model: nn.Module, observer: Callable[[str, Activation], None]) -> Ab
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recorder:
-    record: Latents
+class _StoreLatent:
+    latents: Latents
     name: str
 
     def __call__(self, latent: Activation) -> None:
-        self.record[self.name] = latent
+        self.latents[self.name] = latent
 
 
 class LatentDistribution(NamedTuple):
@@ -116,10 +118,10 @@ def aggregated_posterior(latent: Activation) -> LatentDistribution:
     return LatentDistribution(mu.mean(0), variance.sqrt())
 
 
-Recorded = nn.Module | Mapping[str, Activation] | Mapping[str, LatentDistribution]
+LatentsByName = Mapping[str, Activation] | Mapping[str, LatentDistribution]
 
 
-def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | None = None) -> Tensor:
+def moment_alignment(a: LatentsByName, b: LatentsByName, *, names: Mapping[str, str] | None = None) -> Tensor:
     """Return the squared Wasserstein-2 distance of the moments of two models' latents: a scalar loss.
 
     Each latent's aggregated posterior over all tokens of the last forward is approximated by a diagonal Gaussian. The
@@ -127,8 +129,8 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     both models; run one under ``no_grad`` to align the other to it.
 
     Args:
-        a, b: a model that has run a forward within a ``latents`` block, what such a block yielded, or
-            distributions by operator name (``relinear.training.read_moments``).
+        a, b: what a ``latents`` block yielded, or distributions by operator name
+            (``relinear.training.read_moments``).
         names: operator name in ``a`` -> name in ``b``; by default equal names.
 
     Returns:
@@ -145,7 +147,7 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
         >>> relinear.activations.moment_alignment(recorded, recorded)
         tensor(0., grad_fn=...)
     """
-    first, second = _recorded(a), _recorded(b)
+    first, second = _checked(a), _checked(b)
     if names is None:
         differing = sorted(first.keys() ^ second.keys())
         if differing:
@@ -167,16 +169,24 @@ def _distribution(value: Activation | LatentDistribution) -> LatentDistribution:
     return value if isinstance(value, LatentDistribution) else aggregated_posterior(value)
 
 
-def _recorded(source: Recorded) -> Mapping[str, Any]:
+def _checked(source: LatentsByName | nn.Module) -> Mapping[str, Any]:
     """Return the latents or distributions by operator name; raise ValueError if there are none."""
-    record: Mapping[str, Any] = {} if isinstance(source, nn.Module) else source
-    if isinstance(source, nn.Module):
-        for operator in latent_operators(source).values():
-            for observer in operator._latent_hook.observers if operator._latent_hook else ():
-                if isinstance(observer, _Recorder):
-                    record = observer.record
-    if not record:
+    by_name = _stored_around(source) if isinstance(source, nn.Module) else source
+    if not by_name:
         raise ValueError(
             "no latents were recorded: run the model within `with relinear.activations.latents(model):` first"
         )
-    return record
+    return by_name
+
+
+def _stored_around(model: nn.Module) -> Mapping[str, Activation]:
+    """Return what the innermost ``latents`` block around this call has stored of ``model``, and warn."""
+    warnings.warn(
+        "moment_alignment takes what `with latents(model) as ...` yields; a model works in this version only",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    hooks = [operator._latent_hook for operator in latent_operators(model).values()]
+    observers = [observer for hook in hooks if hook is not None for observer in hook.observers]
+    stored = [observer.latents for observer in observers if isinstance(observer, _StoreLatent)]
+    return stored[-1] if stored else {}
