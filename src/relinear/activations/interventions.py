@@ -39,7 +39,8 @@ class _DimensionIntervention(Intervention):
     def apply(self, activation: Activation) -> Tensor:
         if self.dims is None:
             return self.change(activation)
-        z, dims = activation.z.clone(), list(self.dims)
+        z = activation.z.clone()
+        dims = list(self.dims)
         z[..., dims] = self.change(Activation(*(part[..., dims] for part in activation)))
         return z
 

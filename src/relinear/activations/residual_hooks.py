@@ -46,7 +46,8 @@ def apply_to_output(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
     Raises:
         ValueError: if the shapes of y and x (or the first of several x) differ, so that they would be broadcast.
     """
-    y, stream = output[0] if isinstance(output, tuple) else output, x[0] if isinstance(x, list) else x
+    y = output[0] if isinstance(output, tuple) else output
+    stream = x[0] if isinstance(x, list) else x
     if y.shape != stream.shape:
         raise ValueError(
             f"{type(module).__name__} returned shape {tuple(y.shape)}, not {tuple(stream.shape)} as the residual "

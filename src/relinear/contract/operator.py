@@ -119,7 +119,8 @@ class OperatorConfig(Config):
         if init == "from_weight":
             operator.fit_to_linear_(source)
         operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
-        operator.num_embeddings, operator.row_scale = getattr(source, "num_embeddings", None), row_scale(source)
+        operator.num_embeddings = getattr(source, "num_embeddings", None)
+        operator.row_scale = row_scale(source)
         # read only if ``num_embeddings`` is set
         operator.embedding_class = getattr(source, "embedding_class", type(source))
         return operator.train(source.training).requires_grad_(reference.requires_grad)

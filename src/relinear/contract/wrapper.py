@@ -144,7 +144,8 @@ class Wrapper(Operator):
         return 2 * self.in_features * self.out_features
 
     def param_roles(self) -> dict[str, ParamRole]:
-        roles, inner = super().param_roles(), self._inner_operators
+        roles = super().param_roles()
+        inner = self._inner_operators
         for prefix, module in self.base.named_modules(prefix="base"):
             if isinstance(module, Operator) and any(module is operator for operator in inner):
                 roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}

@@ -220,7 +220,9 @@ def _with_progress(
     count, characters, size, reported = 0, 0, 0, 0
     for text in documents:
         yield text
-        count, characters, size = count + 1, characters + len(text), size + len(text.encode())
+        count += 1
+        characters += len(text)
+        size += len(text.encode())
         if characters - reported >= 1_000_000:
             reported = characters
             on_progress(Progress(stage_text, reported, stage="data"))

@@ -236,7 +236,9 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
 
     if key is not None:  # the cache key of datasets has the time of a link, not of its target
         options["cache_dir"] = str(usable_folder(cache_folder(settings.cache_dir), "datasets", digest(key)))
-    logger, errors, bars = logging.getLogger("datasets"), _Errors(), not datasets.are_progress_bars_disabled()
+    logger = logging.getLogger("datasets")
+    errors = _Errors()
+    bars = not datasets.are_progress_bars_disabled()
     handlers, logger.handlers = logger.handlers, [errors]
     datasets.disable_progress_bars()
     try:

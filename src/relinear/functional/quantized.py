@@ -73,7 +73,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     packed, start = [], 0
     for count, size in _blocks(codes.shape[1]):
         block = codes[:, start : start + count * size].unflatten(1, (count, size))
-        start, shift, planes = start + count * size, bits, []
+        start += count * size
+        shift = bits
+        planes = []
         for plane in (p for p in _PLANES if bits & p):
             shift -= plane
             field = (block >> shift) & ((1 << plane) - 1)
@@ -89,7 +91,9 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     rows, start = [], 0
     for count, size in _blocks(-(-in_features // 8) * 8):
         block = packed[:, start : start + count * size * bits // 8].unflatten(1, (count, -1))
-        start, offset, codes = start + count * size * bits // 8, 0, 0
+        start += count * size * bits // 8
+        offset = 0
+        codes = 0
         for plane in (p for p in _PLANES if bits & p):
             plane_bytes = block[:, :, offset : offset + size * plane // 8]
             offset += size * plane // 8
@@ -173,9 +177,11 @@ def k_dequantized(
         bits: B, a key of ``K_TYPES``.
         in_features: I.
     """
-    kind, wide = K_TYPES[bits], torch.promote_types(units.dtype, torch.float32)
+    kind = K_TYPES[bits]
+    wide = torch.promote_types(units.dtype, torch.float32)
     codes = unpack(packed, bits, in_features).to(wide).unflatten(1, (-1, kind.group))
-    group_units, groups = units.to(wide).repeat_interleave(SUPER // kind.group, 1), multiples.shape[1]
+    group_units = units.to(wide).repeat_interleave(SUPER // kind.group, 1)
+    groups = multiples.shape[1]
     middle = 2.0 ** (kind.bits - 1) if kind.symmetric else 0.0
     scales = (group_units[:, :groups] * (multiples - middle)).unsqueeze(2)
     if offsets is None:
@@ -187,7 +193,8 @@ def k_dequantized(
 
 def gguf_k_rows(packed: Tensor, units: Tensor, multiples: Tensor, offsets: Tensor | None, bits: int) -> Tensor:
     """Return the rows (O, bytes) of ``k_dequantized``'s matrix in the blocks of its K type, with unchanged codes."""
-    kind, blocks = K_TYPES[bits], multiples.shape[1] * K_TYPES[bits].group // SUPER
+    kind = K_TYPES[bits]
+    blocks = multiples.shape[1] * K_TYPES[bits].group // SUPER
     codes = unpack(packed, bits, blocks * SUPER).unflatten(1, (blocks, SUPER))
     scale, *offset = (t.unflatten(1, (blocks, -1)) for t in (multiples, offsets) if t is not None)
 

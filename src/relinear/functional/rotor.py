@@ -449,7 +449,8 @@ def product_of_simple_rotors(parts: Tensor) -> tuple[Tensor, Tensor]:
     # even elements act in the same way on both blocks
     left = clifford.left_multiplication(elements)[..., 0, :, :]
     right = -clifford.right_multiplication(elements)[..., 0, :, :]
-    eye, sinc = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device), torch.sinc(angle / torch.pi)
+    eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
+    sinc = torch.sinc(angle / torch.pi)
     rotors = (torch.cos(angle) * eye + sinc * left, torch.cos(angle) * eye + sinc * right)
     first, second = (functools.reduce(torch.matmul, side.unbind(0)) for side in rotors)
     return first, second

@@ -181,12 +181,14 @@ def with_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: in
     scale, zero = (t.unflatten(1, blocks[:2]) for t in (grid.scale, grid.zero))
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (1, 2**bits - 1)
     largest = scale.gather(2, scale.abs().argmax(2, keepdim=True)) / (low if symmetric else high)
-    top, best = int(grid.top[0]), torch.full_like(largest, torch.inf)
+    top = int(grid.top[0])
+    best = torch.full_like(largest, torch.inf)
     results: tuple[Tensor, ...] = (scale, zero, largest, largest)
     for clip in torch.linspace(1.05, 0.8, _UNITS).tolist():
         unit = offset_unit = _to_half_precision(largest * clip)
         multiples = (scale / unit).round().clamp(low, high)
-        trial_scale, trial_zero = multiples.masked_fill(multiples == 0, 1) * unit, zero
+        trial_scale = multiples.masked_fill(multiples == 0, 1) * unit
+        trial_zero = zero
         codes = nearest_codes(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
         if not symmetric:
             offset = (h * (codes * trial_scale[..., None] - w)).sum(3) / h.sum(2)  # least squares for these codes
@@ -251,11 +253,13 @@ def cross_validated_shrinkage(moments: tuple[Tensor, ...]) -> tuple[float, Tenso
     Args:
         moments: A (I, I) of two or more kinds of text.
     """
-    total, probes = torch.stack(moments).double().sum(0), _probes(len(moments[0])).to(moments[0].device)
+    total = torch.stack(moments).double().sum(0)
+    probes = _probes(len(moments[0])).to(moments[0].device)
     # (moment to compensate under, moment to measure on, weight)
     pairs = [(total / len(moments), total / len(moments), 0.5)]
     pairs += [((total - moment) / (len(moments) - 1), moment.double(), 0.5 / len(moments)) for moment in moments]
-    prepared, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
+    prepared = []
+    best = (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
     for fitted, moment, weight in pairs:
         order = fitted.diagonal().argsort()
         root = torch.linalg.cholesky(shrunk(moment[order][:, order], _MINIMAL_SHRINKAGE, 1e-6))
@@ -291,7 +295,8 @@ def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, costs: 
         costs: (I,), as ``gptq_costs`` returns them.
         row_weights: (O,), weights of the rows' squared errors.
     """
-    sample, pad = weight[rows], -weight.shape[1] % group
+    sample = weight[rows]
+    pad = -weight.shape[1] % group
     w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, costs))
     ranges = (w.amax(2).clamp_min(0) - w.amin(2).clamp_max(0)).square() @ h.sum(1)
     errors = (grid.values(round_to_nearest(sample, grid, group), group) - sample).square() @ costs
@@ -314,7 +319,9 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor) -> Tensor:
     order, lower = _rounding_order(inputs)
     upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False).flip(0, 1).to(weight)
     scale, zero = (t[:, order].T.contiguous() for t in grid.wide(group, weight.shape[1]))
-    target, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)
+    target = weight[:, order].T.contiguous()
+    codes = torch.empty_like(scale)
+    top = grid.top.T.squeeze(0)
     for start in range(0, len(target), _COLUMNS):
         stop = min(start + _COLUMNS, len(target))
         errors = torch.empty_like(target[start:stop])  # divided by U_ii
@@ -388,7 +395,9 @@ def coordinate_descent(
         change: ``change_codes``, or a kernel of it.
     """
     scale, zero = (t.T.contiguous() for t in grid.wide(group, weight.shape[1]))
-    target, codes, top = weight.T.contiguous(), codes.T.contiguous(), grid.top.flatten()
+    target = weight.T.contiguous()
+    codes = codes.T.contiguous()
+    top = grid.top.flatten()
     values = (codes - zero) * scale
     g = torch.eye(len(weight)).to(weight) if outputs is None else outputs.contiguous()
     parts = 1 if outputs is None else min(_PARTS, len(weight))

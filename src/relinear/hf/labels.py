@@ -92,5 +92,6 @@ def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | flo
     Args:
         inputs, model: as for ``loss_mask``.
     """
-    total, targets = inputs.get("num_items_in_batch"), _target_mask(inputs, _shifts_labels(model))
+    total = inputs.get("num_items_in_batch")
+    targets = _target_mask(inputs, _shifts_labels(model))
     return 1.0 if total is None or targets is None else targets.sum() / total

@@ -28,7 +28,8 @@ def to_stock_layer(operator: Operator) -> nn.Module:
     if operator.replaces_conv1d:
         from transformers.pytorch_utils import Conv1D
 
-        linear, weight = Conv1D(operator.out_features, operator.in_features).to(**kw), weight.T
+        linear = Conv1D(operator.out_features, operator.in_features).to(**kw)
+        weight = weight.T
     elif operator.num_embeddings is not None:
         extra = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
         linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **extra).to(**kw)

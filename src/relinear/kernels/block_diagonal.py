@@ -37,7 +37,8 @@ def block_product(x: Tensor, blocks: Tensor, total: Tensor | None = None) -> Ten
 
 def block_gradient(grad: Tensor, x: Tensor, blocks: Tensor) -> Tensor:
     """Return the gradient of the blocks (K, O/K, I/K) from that of the product (N, O) with x (N, I)."""
-    gradient, count = torch.empty_like(blocks, memory_format=torch.contiguous_format), len(blocks)
+    gradient = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+    count = len(blocks)
     for block, upstream, inputs in zip(gradient, grad.chunk(count, 1), x.chunk(count, 1), strict=True):
         torch.mm(upstream.T, inputs, out=block)
     return gradient

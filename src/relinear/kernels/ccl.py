@@ -3,6 +3,7 @@
 # Legend: I in_features, O out_features, R rank, G width of the gate network's last hidden layer
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ ccl = dispatch(Implementation("torch's products", _products_unsupported, _produc
 
 
 def prepare_few_rows(
-    x: Tensor, width: int, trunk: Sequence[Tensor], *parameters: Tensor | None, gate_bias: bool
+    x: Tensor, width: int, trunk: Sequence[Tensor], *parameters: Any, gate_bias: bool
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 

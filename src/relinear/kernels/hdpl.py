@@ -57,7 +57,7 @@ hdpl = dispatch(
 )(reference.hdpl)
 
 
-def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def prepare_few_rows(x: Tensor, *parameters: Any) -> Callable[[Tensor], Tensor] | None:
     """Return y without noise as a function of a few rows like x, one call in C++; None if C++ does not support it.
 
     Parameters are checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.

@@ -136,7 +136,8 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
     """
 
     def decorate(kernel: Kernel) -> Kernel:
-        signature, last = inspect.signature(kernel), Implementation(otherwise, lambda call: "", kernel)
+        signature = inspect.signature(kernel)
+        last = Implementation(otherwise, lambda call: "", kernel)
         count = len(signature.parameters)
         part = " ".join(dict.fromkeys((kernel.__module__.rpartition(".")[2], kernel.__name__.strip("_"))))
 

@@ -111,7 +111,9 @@ class _Network(torch.autograd.Function):
     def backward(ctx, grad):
         _, _, x, slopes, mix, bias, *factors = ctx.saved_tensors  # raises if one was changed in place
         need_x, need_bias = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
-        prepared, x, grad = ctx.prepared, x.contiguous(), grad.contiguous()
+        prepared = ctx.prepared
+        x = x.contiguous()
+        grad = grad.contiguous()
         grad_x = torch.empty_like(x) if need_x else None
         parameters = [*itertools.chain(*zip(prepared.left, prepared.right, strict=True)), slopes, mix]
         sizes = [parameter.numel() for parameter in parameters]

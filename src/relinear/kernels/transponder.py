@@ -57,7 +57,8 @@ class _ModulatedLinear(torch.autograd.Function):
         need = ctx.needs_input_grad
         if was_changed(ctx):
             y, _ = _forward(*saved)
-        hidden, up = torch.sigmoid(u.float()), channel.T.contiguous()
+        hidden = torch.sigmoid(u.float())
+        up = channel.T.contiguous()
         # twice the scalar gate, which includes the factor 2 of the channel gate
         twice = hidden.new_full((len(x), 1), 2.0) if scalar is None else (hidden @ scalar.T).sigmoid_().mul_(4)
         portions = row_portions(y, autograd.BACKWARD_PORTION)
@@ -68,7 +69,8 @@ class _ModulatedLinear(torch.autograd.Function):
 
         def add(rows: slice) -> None:  # a function, so that a portion's tensors are freed before the next
             upstream = grad[rows].contiguous()
-            to_z, results = torch.empty_like(upstream), (to_hidden[rows], to_up, total[rows])
+            to_z = torch.empty_like(upstream)
+            results = to_hidden[rows], to_up, total[rows]
             native.calls.modulate_backward(to_z, *results, y[rows], upstream, hidden[rows], up, twice[rows])
             if need[0]:
                 torch.mm(to_z, weight, out=to_x[rows])
@@ -134,7 +136,7 @@ def _cpp_unsupported(call: Call) -> str:
 def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha) -> Tensor:
     x, weight, bias, down = autocasted(x, weight, bias, down)
     with without_autocast(x):
-        ups = _scaled(channel, channel_alpha), _scaled(scalar, scalar_alpha)
+        ups: Any = _scaled(channel, channel_alpha), _scaled(scalar, scalar_alpha)
         if torch.is_grad_enabled():
             y = _ModulatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, down, *ups)
             return y.view(*x.shape[:-1], weight.shape[0])
@@ -148,7 +150,7 @@ modulated_linear = dispatch(
 )(reference.modulated_linear)
 
 
-def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def prepare_few_rows(x: Tensor, *parameters: Any) -> Callable[[Tensor], Tensor] | None:
     """Return ``modulated_linear`` as a function of a few rows like x, alphas folded into B; None if unsupported.
 
     Parameters are checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.

@@ -48,7 +48,10 @@ class FusedDecoderLayer:
         return {"layer": self.layer, "cache": None}
 
     def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
-        x, layer, past, rotary = hidden_states, self.layer, kw.get("past_key_values"), kw.get("position_embeddings")
+        x = hidden_states
+        layer = self.layer
+        past = kw.get("past_key_values")
+        rotary = kw.get("position_embeddings")
         one_token = x.dtype == torch.float32 and x.numel() == x.shape[-1] and not (args or rows_unsupported(x))
         plain_mask = attention_mask is None or attention_mask.dtype == torch.bool
         if self.cache is not None and one_token and plain_mask and past is not None and rotary is not None:
@@ -66,7 +69,8 @@ class FusedDecoderLayer:
 
     def _compiled_calls(self) -> _Calls | None:
         """Return the calls with the layer's parameters; None if C++ cannot run them."""
-        layer, matrices = cast("Any", self.layer), _matrices(self.layer)
+        layer = cast("Any", self.layer)
+        matrices = _matrices(self.layer)
         if not matrices or any(unsupported_reason(Call(m[2].new_empty(1, m[0]), *m[1:])) for m in matrices):
             return None
         norms = layer.input_layernorm, layer.post_attention_layernorm

@@ -58,7 +58,8 @@ class QuantizedLinear(FusedInference, Operator):
 
     def create(self, **kw: Any) -> None:
         outputs, groups = self.out_features, reference.group_count(self.in_features, self.config.group)
-        width, integers = reference.packed_width(self.in_features, self.config.bits), kw | {"dtype": torch.uint8}
+        width = reference.packed_width(self.in_features, self.config.bits)
+        integers = kw | {"dtype": torch.uint8}
         self.register_buffer("codes", torch.empty(outputs, width, **integers))
         self.register_buffer("zeros", None if self.config.symmetric else torch.empty(outputs, groups, **integers))
         is_k = self.config.levels == "k"
@@ -172,7 +173,8 @@ class QuantizedLinear(FusedInference, Operator):
         shrinkage = INPUTS_SHRINKAGE
         if len(statistics.kinds) > 1:
             shrinkage, _ = cross_validated_shrinkage(statistics.kinds)
-        inputs, outputs = shrunk(statistics.inputs.to(weight), shrinkage), statistics.outputs
+        inputs = shrunk(statistics.inputs.to(weight), shrinkage)
+        outputs = statistics.outputs
         independent_rows = outputs is not None and outputs.ndim == 1
         rounded = []
         for rows in weight.split(ROWS_AT_ONCE if independent_rows else len(weight)):
@@ -191,7 +193,8 @@ class QuantizedLinear(FusedInference, Operator):
 
     def _store_(self, grid: Grid, codes: Tensor) -> None:
         """Copy codes and grid into parameters and buffers; raise ValueError if the scales' dtype cannot hold them."""
-        exact, zeros = grid.scale, grid.zero * 2 ** (8 - self.config.bits)
+        exact = grid.scale
+        zeros = grid.zero * 2 ** (8 - self.config.bits)
         if self.multiples is not None:
             assert grid.units is not None
             per_group = grid.units.repeat_interleave(reference.SUPER // self.config.group, 1)
@@ -310,7 +313,8 @@ class Quantized(OperatorConfig):
 
         This ignores what the descent under G gains, mostly on the calibration tokens alone.
         """
-        weight, several = dense_weight(linear).detach().float(), len(statistics.kinds) > 1
+        weight = dense_weight(linear).detach().float()
+        several = len(statistics.kinds) > 1
         costs = cross_validated_shrinkage(statistics.kinds)[1] if several else gptq_costs(statistics.inputs)
         count = min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY))
         rows = torch.linspace(0, len(weight) - 1, count).long().to(weight.device)

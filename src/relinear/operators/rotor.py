@@ -37,7 +37,8 @@ def _activated_and_mixed(config: Rotor, x: Tensor, window: int, step: int, slope
         step: number of the step, which the permutation depends on.
         slopes, mix: (W,).
     """
-    branches, order = x.reshape(-1, len(mix), window), None
+    branches = x.reshape(-1, len(mix), window)
+    order = None
     if config.permute:
         order = device_table(reference.branch_permutation, (window, len(mix), config.seed, step), x, torch.int32)
     y = reference.mixed_branches(branches, order, slopes, mix, config.normalize, config.activation)
@@ -164,7 +165,9 @@ class RotorLinear(Operator):
         return supports_network(x, [size for s in sums for size in s.factor_sizes])
 
     def _fused_network(self, x: Tensor) -> Tensor:
-        cache, tokens, run = self._network_cache(x), x.reshape(-1, self.in_features), None
+        cache = self._network_cache(x)
+        tokens = x.reshape(-1, self.in_features)
+        run = None
         if cache is not None:
             run = cache.get("network", lambda: PreparedNetwork(self.in_features, *self._network_tensors()))
         if run is not None:

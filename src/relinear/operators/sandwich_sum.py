@@ -119,7 +119,8 @@ class SandwichSum(CachingModule):
         In training the buffer is then updated.
         """
         wide = torch.promote_types(beta.dtype, torch.float32)
-        beta, buffer = beta.to(wide), getattr(self, name)
+        beta = beta.to(wide)
+        buffer = getattr(self, name)
         if is_recomputing():  # the buffer holds the vectors of the forward pass
             return reference.simple_parts(beta, buffer.to(wide, copy=True))
         assert self.config.power_iterations is not None
@@ -265,7 +266,8 @@ def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
     if len(sizes) > 1:
         by_size = {size: iter(exponentials([s for s in sums if s.window == size])) for size in sizes}
         return [next(by_size[s.window]) for s in sums]
-    lefts, rights = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
+    lefts = [s.left for s in sums]
+    rights = [s.left if s.right is None else s.right for s in sums]
     with torch.autocast(sums[0].left.device.type, enabled=False):
         if sums[0].shape.components == 1:  # components are numbers, which commute: both sides use the same matrices
             factors = _batched(clifford.left_factor, [*lefts, *rights])

@@ -129,7 +129,8 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path}: {wrong[0]} is NaN; restore it from a copy")
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    tensors, layers = count_tensors(directory / name for name in weights), config.get("num_hidden_layers")
+    tensors = count_tensors(directory / name for name in weights)
+    layers = config.get("num_hidden_layers")
     # every model builds this number of layers, which takes hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(tensors, 1_000):
         raise ValueError(f"{path}: num_hidden_layers={quoted(layers)}, but {tensors:,} tensors; restore it from a copy")

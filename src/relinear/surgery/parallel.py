@@ -57,7 +57,8 @@ class OperatorParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks, split = device_mesh.size(), dict(split_parameters(module))
+        ranks = device_mesh.size()
+        split = dict(split_parameters(module))
         for name, parameter in list(module.named_parameters()):
             dim = split.get(name)
             even = dim is not None and parameter.shape[dim] % ranks == 0

@@ -192,7 +192,8 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
             apply_attachment_(model, wanted)
     modules = list(model.named_modules(remove_duplicate=False))
     for name, values in settings.operators.items():
-        source, config = _layer_of(model, name), OperatorConfig.from_dict(values)
+        source = _layer_of(model, name)
+        config = OperatorConfig.from_dict(values)
         if source is not None and getattr(source, "config", None) != config:
             aliases = [alias for alias, module in modules if module is source]
             replace_layer_keeping_ties_(model, aliases, source, config.convert(source))

@@ -36,7 +36,8 @@ class ExpertLayers(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum (N, D) over each token's experts; their indices and weights are (N, K)."""
         (fused,) = self._fused
-        activation, output = fused._apply_gate if fused.has_gate else fused.act_fn, torch.zeros_like(hidden_states)
+        activation = fused._apply_gate if fused.has_gate else fused.act_fn
+        output = torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
             first, last = self.get_submodule(str(number)).children()
             token, choice = torch.where(top_k_index == number)

@@ -107,9 +107,12 @@ class Summary:
 
 def _size_columns(row: Row | Summary, count: int) -> list[str]:
     """Return the numeric columns for ``count`` equal rows; bits are per weight, including scales."""
-    parameters, before, size = row.parameters * count, row.parameters_before * count, row.bytes * count
+    parameters = row.parameters * count
+    before = row.parameters_before * count
+    size = row.bytes * count
     bits = f"{8 * size / parameters:.4g}" if parameters else ""
-    active, flops = parameters - row.inactive_parameters * count, row.flops_per_token * count
+    active = parameters - row.inactive_parameters * count
+    flops = row.flops_per_token * count
     total = flops + row.inactive_flops * count
     now = f"{parameters:,}" + (f" ({active:,} active)" if active < parameters else "")
     cost = f"{flops:,}" + (f" ({total:,} in all)" if flops < total else "")

@@ -94,7 +94,8 @@ def untie_config_(model: Any) -> None:
     if isinstance(head, TiedHead):
         if any(module is head.table for module in model.modules()):
             return
-        names, operator = [n for n, m in model.named_modules() if m is head], head.table
+        names = [n for n, m in model.named_modules() if m is head]
+        operator = head.table
         operator.num_embeddings, operator.bias = None, head.bias
         replace_module_(model, names, head, operator)
         finish_surgery_(model)

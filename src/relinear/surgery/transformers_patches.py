@@ -108,7 +108,8 @@ def _resize_token_embeddings(
     """
     if new_num_tokens is None and pad_to_multiple_of is None:  # nothing to do
         return model.get_input_embeddings()
-    tables, head = token_tables(model), model.get_output_embeddings()
+    tables = token_tables(model)
+    head = model.get_output_embeddings()
     for role, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
         if isinstance(part, Operator):
             raise ValueError(

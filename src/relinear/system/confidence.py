@@ -11,7 +11,8 @@ _LEVEL = 0.95
 def _central_probability(angle: float, degrees: int) -> float:
     """Return P(|t| < sqrt(degrees) tan(angle)), by Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     odd = degrees % 2
-    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
     for k in range(1 + odd, degrees, 2):
         total += term
         term *= k / (k + 1) * math.cos(angle) ** 2

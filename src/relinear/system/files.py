@@ -73,7 +73,8 @@ def atomic_directory(path: str | Path, last: str = "config.json", superseded: It
     Raises:
         NotADirectoryError: if ``path`` is a file.
     """
-    requested, path = path, Path(os.path.realpath(path))
+    requested = path
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{requested} is a file; choose a directory")
     parent = path if path.exists() else path.parent

@@ -33,7 +33,8 @@ def exclusive(directory: str | Path, patience: float | None = None) -> Iterator[
         InUseError: (a ValueError) if another process has the lock.
         OSError: if the directory cannot be created or written to.
     """
-    directory, real = Path(directory), Path(os.path.realpath(directory))  # the target of a dangling link is created
+    real = Path(os.path.realpath(directory))  # the target of a dangling link is created
+    directory = Path(directory)
     try:
         import fcntl
     except ImportError:

@@ -127,7 +127,8 @@ def _build(path: Path) -> Path:
         cached = _cached_library(path)
         if cached is not None:
             return cached
-        built, objects = Path(folder) / "kernels.so", [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+        built = Path(folder) / "kernels.so"
+        objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
         commands = [[compiler(), *FLAGS, "-c", *pair] for pair in zip(SOURCES, ["-o"] * len(objects), objects)]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(_run, commands))

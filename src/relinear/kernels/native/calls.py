@@ -59,7 +59,8 @@ ACTIVATIONS = ("prelu", "gelu", "silu", "elu")
 def _kernel(name: str) -> Any:
     library = build.library()
     assert library is not None
-    kernel, (first, letters) = getattr(library, name), _KERNELS[name]
+    kernel = getattr(library, name)
+    first, letters = _KERNELS[name]
     kernel.argtypes = [_TYPES[kind] for kind in (*first.split(), *letters.replace(" ", ""))]
     kernel.restype = None
     return kernel
@@ -99,7 +100,8 @@ def _checked_sizes(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[s
     Raises:
         ValueError: a tensor does not fit the layout, or the first is neither float32 nor bfloat16.
     """
-    first, sizes = tensors[0], {"1": 1} | sizes
+    first = tensors[0]
+    sizes = {"1": 1} | sizes
     assert first is not None
     for part, tensor in zip(layout.split(), tensors, strict=True):
         name, letters, *other = part.split(":")
@@ -147,12 +149,16 @@ def modulated_layer(
     sizes = _checked_sizes("down:RI up:RO:f32 scalar:1R:f32", down, up, scalar)
     inputs, outputs, rank = sizes["I"], sizes["O"], sizes["R"]
     assert rank <= MAX_RANK
-    run, half = _kernel("modulate"), weight.dtype == torch.bfloat16
+    run = _kernel("modulate")
+    half = weight.dtype == torch.bfloat16
 
     def layer(x: Tensor) -> Tensor:
-        z, x = F.linear(x, weight, bias), x.contiguous()  # raises if sizes do not fit
-        z, count = z.contiguous(), x.numel() // inputs
-        u, out = z.new_empty(count, rank), z.data_ptr()  # the gated output overwrites z
+        z = F.linear(x, weight, bias)  # raises if sizes do not fit
+        x = x.contiguous()
+        z = z.contiguous()
+        count = x.numel() // inputs
+        u = z.new_empty(count, rank)
+        out = z.data_ptr()  # the gated output overwrites z
         tensors = u.data_ptr(), out, x.data_ptr(), down.data_ptr(), up.data_ptr(), _address(scalar)
         run(half, torch.get_num_threads(), out, *tensors, count, inputs, outputs, rank)
         return z
@@ -192,17 +198,21 @@ def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
 
 def hdpl_layer(
     blocks: Tensor, encoder: Tensor, encoder_bias: Tensor, decoder: Tensor, bias: Tensor | None
-) -> Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]:
+) -> Callable[[Tensor, bool], tuple[Tensor, Any]]:
     """Return HDPL without noise as a function of a few rows x (..., I) and of whether to return z: (y, z or None)."""
     groups, block_outputs, block_inputs = blocks.shape
-    inputs, outputs, half = groups * block_inputs, groups * block_outputs, blocks.dtype == torch.bfloat16
+    inputs = groups * block_inputs
+    outputs = groups * block_outputs
+    half = blocks.dtype == torch.bfloat16
     layout = "blocks:KGD encoder:RI encoder_bias:R decoder:OR bias:O"
     rank = _checked_sizes(layout, blocks, encoder, encoder_bias, decoder, bias, I=inputs, O=outputs)["R"]
     run, sizes = _kernel("hdpl_layer"), (inputs, rank, outputs, groups)
 
-    def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Tensor | None]:
-        rows, leading = _contiguous_rows(x, blocks, inputs), x.shape[:-1]
-        y, z = x.new_empty((*leading, outputs)), x.new_empty((*leading, rank)) if with_latent else None
+    def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Any]:
+        rows = _contiguous_rows(x, blocks, inputs)
+        leading = x.shape[:-1]
+        y = x.new_empty((*leading, outputs))
+        z = x.new_empty((*leading, rank)) if with_latent else None
         data = y.data_ptr(), _address(z), rows.data_ptr(), blocks.data_ptr()
         weights = encoder.data_ptr(), encoder_bias.data_ptr(), decoder.data_ptr(), _address(bias)
         run(half, torch.get_num_threads(), *data, *weights, x.numel() // inputs, *sizes)
@@ -231,16 +241,20 @@ def ccl_layer(
     shape = _checked_sizes(layout, *parameters, C=width)
     if not context and any(gate is not None for gate in gates):
         raise ValueError("gates need a context")
-    inputs, outputs, run, half = shape["I"], shape["O"], _kernel("ccl_layer"), basis.dtype == torch.bfloat16
+    inputs, outputs = shape["I"], shape["O"]
+    run = _kernel("ccl_layer")
+    half = basis.dtype == torch.bfloat16
     sizes = inputs, context, len(trunk) // 2, shape["R"], outputs, gate_bias
     widths = _array(map(len, trunk[::2]))
 
     def layer(x: Tensor, features: Tensor | None) -> Tensor:
-        rows, count = _contiguous_rows(x, basis, inputs), x.numel() // inputs
+        rows = _contiguous_rows(x, basis, inputs)
+        count = x.numel() // inputs
         features = None if features is None else _contiguous_rows(features, basis, context)
         if (0 if features is None else features.numel()) != count * context:
             raise ValueError(f"a context of {context} features must have as many rows as x, {count}")
-        y, numbers = x.new_empty((*x.shape[:-1], outputs)), _array((*sizes, *map(_address, parameters)))
+        y = x.new_empty((*x.shape[:-1], outputs))
+        numbers = _array((*sizes, *map(_address, parameters)))
         first = y.data_ptr(), rows.data_ptr(), _address(features), count
         run(half, torch.get_num_threads(), *first, numbers, _array(map(_address, trunk)), widths, eps)
         return y
@@ -265,6 +279,7 @@ def quantized_layer(
     bits: int,
     group: int,
     bias: Tensor | None,
+    *,
     rounded: bool = False,
 ) -> Callable[[Tensor], Tensor]:
     """Return ``functional.quantized.quantized`` as a function of x (..., inputs) in the scales' dtype, without a graph.
@@ -275,17 +290,24 @@ def quantized_layer(
         ValueError: unless the number of inputs is a multiple of 64, and that of a group a multiple of 32.
     """
     outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
-    half, most_rows = dtype == torch.bfloat16, MAX_ROWS_UNPACKED_IN_REGISTERS[dtype]
-    of_few, most = _kernel("quantized_rows"), max(1, PORTION_BYTES // (inputs * 4))
+    half = dtype == torch.bfloat16
+    most_rows = MAX_ROWS_UNPACKED_IN_REGISTERS[dtype]
+    of_few = _kernel("quantized_rows")
+    most = max(1, PORTION_BYTES // (inputs * 4))
 
     def layer(x: Tensor) -> Tensor:
-        rows, count, threads = _contiguous_rows(x, scales, inputs), x.numel() // inputs, torch.get_num_threads()
-        y, grid = x.new_empty((*x.shape[:-1], outputs)), (codes.data_ptr(), scales.data_ptr(), _address(zeros))
+        rows = _contiguous_rows(x, scales, inputs)
+        count = x.numel() // inputs
+        threads = torch.get_num_threads()
+        y = x.new_empty((*x.shape[:-1], outputs))
+        grid = codes.data_ptr(), scales.data_ptr(), _address(zeros)
         if count <= most_rows:
             arguments = y.data_ptr(), rows.data_ptr(), *grid, _address(bias)
             of_few(half, threads, rounded, *arguments, count, inputs, outputs, bits, group)
             return y
-        buffer, rows, into = x.new_empty(min(most, outputs), inputs), rows.view(count, inputs), y.view(count, outputs)
+        buffer = x.new_empty(min(most, outputs), inputs)
+        rows = rows.view(count, inputs)
+        into = y.view(count, outputs)
         for first in range(0, outputs, most):
             part = slice(first, min(first + most, outputs))
             weight = buffer[: part.stop - first]
@@ -339,7 +361,8 @@ def decoder_layer(
         return query, key, value
 
     def after(x: Tensor, mixed: Tensor) -> Tensor:
-        out, mixed = torch.empty_like(x), mixed.contiguous()
+        out = torch.empty_like(x)
+        mixed = mixed.contiguous()
         second(torch.get_num_threads(), out.data_ptr(), x.data_ptr(), mixed.data_ptr(), layer, eps)
         return out
 
