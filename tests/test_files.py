@@ -9,7 +9,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.compression.checksums import LayerStates
+from relinear.compression.storage import LayerStates
 from relinear.system import files
 from relinear.system.files import atomic_path, write_text
 from relinear.system.lock import exclusive

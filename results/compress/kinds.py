@@ -30,9 +30,9 @@ from frontier import texts
 from relinear.compression import CompressSettings
 from relinear.compression.budget import Candidate, allocate
 from relinear.compression.calibrate import Calibration
-from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.corpus import read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.inputs import by_decoder_layer, linear_layers
+from relinear.compression.storage import load_tensors, save_tensors
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 from relinear.functional.rounding import cross_validated_shrinkage, expected_error, gptq, nearest_grid, shrunk

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compression.calibrate import Calibration
-from relinear.compression.checksums import load_tensors, read_record, save_tensors, write_record
 from relinear.compression.layer_statistics import Statistics
+from relinear.compression.storage import load_tensors, read_record, save_tensors, write_record
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import OperatorConfig
 

@@ -123,19 +123,19 @@ class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
     Attributes:
-        what: the budget in words, with its setting.
+        text: the budget as its setting.
         unit: unit of all costs, "parameters" or "bytes".
         limit: the largest total cost.
         cost: gives the cost of a layer, by name, with an operator or unchanged (None); infinite if it does not fit.
-        setting: gives the setting for a cost, rounded up.
+        setting_for: gives the setting for a total cost of the layers, rounded up.
     """
 
-    what: str
+    text: str
     unit: str
     limit: float
     cost: Callable[[str, OperatorConfig | None], float]
-    setting: Callable[[float], str]
+    setting_for: Callable[[float], str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {"what": self.what, "unit": self.unit, "limit": self.limit}
+        return {"what": self.text, "unit": self.unit, "limit": self.limit}

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relinear.compression.budget import stored_bytes
-from relinear.compression.checksums import LayerStates, load_tensors, read_record, save_tensors, write_record
 from relinear.compression.layer_statistics import Statistics, StatisticsSums, add_products
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
+from relinear.compression.storage import LayerStates, load_tensors, read_record, save_tensors, write_record
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.module_state import forward_hooks_on, frozen_parameters
 from relinear.distill.record import fingerprint_of

@@ -53,8 +53,8 @@ class SearchSpace:
         )
         if least > budget.limit:
             raise ValueError(
-                f"{budget.what} cannot be met: the smallest that these layers and candidates allow is "
-                f"{budget.setting(least)}; ask for that or more, replace more layers, or give other candidates"
+                f"{budget.text} cannot be met: the smallest that these layers and candidates allow is "
+                f"{budget.setting_for(least)}; ask for that or more, replace more layers, or give other candidates"
             )
 
     def _fitting(self, operator: OperatorConfig) -> list[nn.Module]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from relinear.compression.calibrate import model_fingerprint
-from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
+from relinear.compression.storage import load_tensors, save_tensors
 from relinear.contract.module_state import eval_mode
 from relinear.data.chat import Conversation, TerminatedText
 from relinear.data.tokenizers import encode_documents, text_start, windows
@@ -132,11 +132,11 @@ class Documents:
         self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
         self.items = iter_documents([data] if isinstance(data, str) else data, tokenizer)
         #: what was read, as text or token ids
-        self.texts: list[Any] = []
+        self.documents: list[Any] = []
         #: token ids that stand before each text
-        self.start: list[int] = []
+        self.prefix: list[int] = []
         #: characters read, and the documents that are read whatever else than calibration is asked for
-        self.size = self.first = 0
+        self.characters = self.calibration_documents = 0
 
     def read(self, blocks: int, count: int) -> None:
         """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, or all there are.
@@ -144,23 +144,23 @@ class Documents:
         The first documents depend on ``blocks`` alone, so that the same text calibrates whatever else is asked for.
         """
         self._read_until(blocks, max(DOCUMENTS_PER_BLOCK * blocks, 4 * MIN_DOCUMENTS))
-        self.first = len(self.texts)
+        self.calibration_documents = len(self.documents)
         self._read_until(count, 0)
 
     def _read_until(self, blocks: int, documents: int) -> None:
-        characters = blocks * self.length * 2 * CHARACTERS_PER_TOKEN
-        while self.size < characters or (self.size < MAX_CHARACTERS and len(self.texts) < documents):
+        least = blocks * self.length * 2 * CHARACTERS_PER_TOKEN
+        while self.characters < least or (self.characters < MAX_CHARACTERS and len(self.documents) < documents):
             if (item := next(self.items, None)) is None:
                 return
-            if not self.texts and isinstance(item, str):  # token ids are used unchanged
-                self.start = text_start(self.tokenizer)
-            self.texts.append(item)
-            self.size += len(item) * (1 if isinstance(item, str) else CHARACTERS_PER_TOKEN)
+            if not self.documents and isinstance(item, str):  # token ids are used unchanged
+                self.prefix = text_start(self.tokenizer)
+            self.documents.append(item)
+            self.characters += len(item) * (1 if isinstance(item, str) else CHARACTERS_PER_TOKEN)
 
     def halves(self) -> tuple[list[Excerpt], list[Excerpt]]:
         """Return the sections of calibration and of evaluation documents; of a single document, its two halves."""
-        order = random.Random(self.seed).sample(range(self.first), self.first)
-        order += range(self.first, len(self.texts))
+        order = random.Random(self.seed).sample(range(self.calibration_documents), self.calibration_documents)
+        order += range(self.calibration_documents, len(self.documents))
         by_document = [self._sections(at) for at in order]
         if len(order) == 1:
             middle = -(-len(by_document[0]) // 2)
@@ -168,7 +168,7 @@ class Documents:
         return self._shuffled(by_document[::2]), self._shuffled(by_document[1::2])
 
     def _sections(self, document: int) -> list[Excerpt]:
-        item = self.texts[document]
+        item = self.documents[document]
         step = CHARACTERS_PER_TOKEN * self.length if isinstance(item, str) else self.length
         length = 1 if isinstance(item, Conversation) else max(1, len(item))  # a conversation is one section
         return [Excerpt(self.name, document, at) for at in range(0, length, step)]
@@ -182,7 +182,7 @@ class Documents:
 
     def encode(self, section: Excerpt) -> list[int]:
         """Return token ids of a section; the words at its ends are whole."""
-        item, length = self.texts[section.document], self.length
+        item, length = self.documents[section.document], self.length
         if not isinstance(item, str):
             return item[section.start : section.start + length]
         if not isinstance(item, Conversation) and len(item) > CHARACTERS_PER_TOKEN * length:
@@ -203,19 +203,19 @@ class Documents:
         while sections and len(first_blocks) < count:
             section = sections.pop(-1 if last else 0)
             ids = self.encode(section)
-            blocks = [(section, window) for _, _, window in windows(ids, self.start, self.length)]
+            blocks = [(section, window) for _, _, window in windows(ids, self.prefix, self.length)]
             first_blocks, second_blocks = first_blocks + blocks[:1], second_blocks + blocks[1:]
             if not blocks:  # short documents make blocks together
                 short_ids, short_sections = short_ids + ids, [*short_sections, section]
-            if (cut := next(windows(short_ids, self.start, self.length), None)) is not None:
+            if (cut := next(windows(short_ids, self.prefix, self.length), None)) is not None:
                 first_blocks.append((short_sections[0], cut[2]))
                 short_ids, short_sections = short_ids[cut[1] :], [section]
         return (first_blocks + second_blocks)[:count]
 
     def in_order(self) -> tuple[list[_Block], int]:
         """Return all blocks in order, documents joined, and the number of tokens."""
-        joined = [(e, i) for at in range(len(self.texts)) for e in self._sections(at) for i in self.encode(e)]
-        cut = windows([i for _, i in joined], self.start, self.length)
+        joined = [(e, i) for at in range(len(self.documents)) for e in self._sections(at) for i in self.encode(e)]
+        cut = windows([i for _, i in joined], self.prefix, self.length)
         return [(joined[begin][0], window) for begin, _, window in cut], len(joined)
 
 

@@ -141,31 +141,43 @@ def budget_of(
 
     def cost(name: str, config: OperatorConfig | None) -> float:
         module = model.get_submodule(name)
-        return (
-            file_format.layer_bytes(model, module, config) if settings.by_bytes else size_of(module, config).parameters
-        )
-
-    def setting(least: float) -> str:
-        value = math.ceil(1000 * (least + outside) / step) / 1000
-        return f"{name}={value:.10g}" + "MB" * (name == "size")
+        if settings.by_bytes:
+            return file_format.layer_bytes(model, module, config)
+        return size_of(module, config).parameters
 
     whole = sum(cost(name, None) for name in modules)
-    weights = sum(math.prod(linear_features(module)) for module in modules.values())
+    if settings.keep is not None:
+        limit = settings.keep * whole
+        return Budget(
+            f"keep={settings.keep}", "parameters", limit, cost, lambda layers: _setting_text("keep", layers, unit=whole)
+        )
     if settings.bits is not None:
-        outside = 2 * weights - whole  # biases, which stay as they are
-        name, step, limit = "bits", weights / 8, settings.bits / 8 * weights - outside
-    elif settings.keep is not None:
-        name, step, outside, limit = "keep", whole, 0, settings.keep * whole
-    else:
-        outside = file_format.other_bytes(model, tokenizer, modules)
-        name, step, limit = "size", 1e6, settings.bytes_of(stored_bytes(model)) - outside
-        if limit <= 0:
-            raise ValueError(
-                f"size={settings.size}, {limit + outside:,.0f} bytes, is less than the {outside:,.0f} that all else "
-                f"takes in a file for {settings.reader} (norms, what is excluded, the tokenizer); ask for more"
-            )
-        if limit >= whole:
-            raise ValueError(f"size={settings.size} is met by the model as it is, {setting(whole)}: ask for less")
+        weights = sum(math.prod(linear_features(module)) for module in modules.values())
+        biases = whole - 2 * weights  # bytes, which stay as they are
+        limit = settings.bits / 8 * weights + biases
+        return Budget(
+            f"bits={settings.bits}",
+            "bytes",
+            limit,
+            cost,
+            lambda layers: _setting_text("bits", layers - biases, unit=weights / 8),
+        )
+    outside = file_format.other_bytes(model, tokenizer, modules)
+    limit = settings.bytes_of(stored_bytes(model)) - outside
+    if limit <= 0:
+        raise ValueError(
+            f"size={settings.size}, {limit + outside:,.0f} bytes, is less than the {outside:,.0f} that all else "
+            f"takes in a file for {settings.reader} (norms, what is excluded, the tokenizer); ask for more"
+        )
 
-    unit = "bytes" if settings.by_bytes else "parameters"
-    return Budget(f"{name}={getattr(settings, name)}", unit, limit, cost, setting)
+    def size_for(layers: float) -> str:
+        return _setting_text("size", layers + outside, unit=1e6) + "MB"
+
+    if limit >= whole:
+        raise ValueError(f"size={settings.size} is met by the model as it is, {size_for(whole)}: ask for less")
+    return Budget(f"size={settings.size}", "bytes", limit, cost, size_for)
+
+
+def _setting_text(name: str, amount: float, unit: float) -> str:
+    """Return the setting for an amount in a unit, rounded up."""
+    return f"{name}={math.ceil(1000 * amount / unit) / 1000:.10g}"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compression.calibrate import model_fingerprint
-from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
+from relinear.compression.storage import load_tensors, save_tensors
 from relinear.contract.module_state import eval_mode, frozen_parameters, in_dtype
 from relinear.contract.operator import named_operators
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -27,9 +27,6 @@ from relinear.training.distill import TeacherObjective
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
 
-#: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
-#: size, and at 1e-4 Adam's first steps undo it
-LEARNING_RATE = 3e-5
 #: checkpoints
 CHECKPOINTS = 8
 #: steps in which the learning rate rises, as a share of all
@@ -130,7 +127,7 @@ def _fit_settings(options: CompressSettings, steps: int, device: torch.device) -
         steps=steps,
         batch_size=options.batch_size,
         accumulation=options.heal_batch // options.batch_size,
-        learning_rate=options.heal_learning_rate or LEARNING_RATE,
+        learning_rate=options.heal_learning_rate,
         warmup_steps=min(steps - 1, max(1, round(WARMUP_RATIO * steps))),
         min_lr_ratio=0.0,
         weight_decay=0.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from relinear.compression.budget import size_of
-from relinear.compression.checksums import write_record
+from relinear.compression.storage import write_record
 from relinear.contract.linear_layers import is_embedding, linear_features
 from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_replaceable

@@ -35,16 +35,16 @@ class CompressReport:
         parameters_before: number of the original's parameters.
         bytes: bytes of all weights, floats at no more than half precision.
         bytes_before: the original's, likewise.
-        file: what the program that runs the model reads.
+        file: name of the file that the program reads.
         file_bytes: its size on disk; None before it is written.
         corpus: the texts.
-        model: its name.
+        model: name of the model.
         healing: None if there was none.
         budget: what was allowed; None for a plan from a file.
         evaluation: the compressed model compared with the original (loss, agreement, repeated text); None if it was
             not measured.
         peak_memory_bytes: peak memory of this call.
-        settings: all of them.
+        settings: all settings of the compression.
         out_of_reach: what no target can name, such as experts stored as one tensor, in words.
     """
 

@@ -17,7 +17,6 @@ import torch
 from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import Calibration
 from relinear.compression.candidates import SearchSpace, fit_layers_, load_plan
-from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import CompressionData, read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import evaluate
 from relinear.compression.file_formats import FILE_FORMATS, budget_of
@@ -35,6 +34,7 @@ from relinear.compression.inputs import (
 from relinear.compression.plan import CompressPlan
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
+from relinear.compression.storage import is_edited
 from relinear.contract.module_state import at_half_precision, eval_mode, round_to_half_
 from relinear.hf.model_config import loaded_from, model_name
 from relinear.surgery.checkpoint import save_pretrained

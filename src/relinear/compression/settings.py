@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
@@ -12,8 +12,14 @@ from relinear.distill.settings import check_whole_blocks
 
 #: bits of a weight where no budget is given: the least that every reader stores with its scales
 DEFAULT_BITS = 4.5
+#: a pretrained decoder's inputs have a few channels of enormous size, and at 1e-4 Adam's first steps undo it
+DEFAULT_HEALING_RATE = 3e-5
 #: settings of which one is given
 BUDGETS = ("keep", "bits", "size")
+
+
+def _or_default_rate(value: Any) -> Any:
+    return DEFAULT_HEALING_RATE if value is None else value  # which records of 0.2 hold
 
 
 class CompressSettings(Settings):
@@ -37,10 +43,10 @@ class CompressSettings(Settings):
         seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in healing.
         heal_tokens: distillation tokens after compression, of the corpus behind those that calibrate; 0 turns it off.
             The operators learn to give the original's logits, four blocks a step or ``batch_size``.
-        heal_learning_rate: the peak; None is 3e-5.
+        heal_learning_rate: peak of the learning rate in healing.
         evaluate: compare the compressed model with the original: loss and agreement on tokens that
             calibration has not seen.
-        evaluation_tokens: of documents that do not calibrate, for ``evaluate``.
+        evaluation_tokens: number of tokens to evaluate on, from documents that do not calibrate.
         passages: number of text passages that the model continues, to test for repetition; 0 for none.
 
     Raises:
@@ -63,7 +69,7 @@ class CompressSettings(Settings):
     candidates: tuple[str, ...] = ()
     seed: Seed = 0
     heal_tokens: int = Field(default=0, ge=0)
-    heal_learning_rate: float | None = Field(default=None, gt=0)
+    heal_learning_rate: Annotated[PositiveFloat, BeforeValidator(_or_default_rate)] = DEFAULT_HEALING_RATE
     evaluate: bool = True
     evaluation_tokens: int = Field(default=16384, ge=2)
     passages: int = Field(default=50, ge=0)
