@@ -16,12 +16,12 @@ import relinear
 from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.compare.folder import comparison_folder
-from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownSettingError
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.setting_text import parse_setting
+from relinear.contract.yaml_settings import apply_overrides, parse_overrides, read_yaml
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import locate_model

@@ -20,9 +20,10 @@ from relinear.bench import models
 from relinear.bench.run import BenchSettings
 from relinear.compare import speed
 from relinear.compare.match import plan_comparison
-from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
+from relinear.compare.recipe import BUNDLED, find_recipe, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
+from relinear.contract.yaml_settings import apply_overrides, parse_overrides, read_yaml
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
 from relinear.system.progress import Progress

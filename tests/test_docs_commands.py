@@ -15,7 +15,7 @@ import pytest
 
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
-from relinear.compare.recipe import read_yaml
+from relinear.contract.yaml_settings import read_yaml
 from relinear.data.tokenizers import load_tokenizer
 from relinear_cli.main import main
 

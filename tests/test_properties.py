@@ -19,9 +19,10 @@ from torch import nn
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from fuzz.kinds import settings_examples
-from relinear.compare.recipe import BUNDLED, apply_overrides, read_recipe, read_yaml
+from relinear.compare.recipe import BUNDLED, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
+from relinear.contract.yaml_settings import apply_overrides, read_yaml
 from relinear.training import TrainSettings
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from relinear.compare.recipe import BUNDLED, change_recipe, read_recipe, read_value
+from relinear.compare.recipe import BUNDLED, change_recipe, read_recipe
 from relinear.compare.settings import CompareSettings
+from relinear.contract.yaml_settings import read_value
 from relinear.training import FitSettings
 from relinear_cli.main import main
 

@@ -40,9 +40,9 @@ MAY_IMPORT = {
     "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "training", "pages", "system"},
     "analysis": _MODEL | {"clifford", "surgery", "data", "models", "evaluate", "training", "pages", "system"},
     "explore": _MODEL | {"surgery", "data", "models", "analysis", "pages", "system"},
+    "bench": _MODEL | {"kernels", "operators", "surgery", "models", "training", "pages", "system"},
     "compare": _MODEL | {"surgery", "models", "data", "training", "distill", "analysis", "evaluate", "pages", "system"},
 }
-MAY_IMPORT["bench"] = set(MAY_IMPORT)
 
 
 @functools.cache

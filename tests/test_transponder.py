@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
-from relinear.compare.recipe import apply_overrides, read_recipe
+from relinear.compare.recipe import read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError
+from relinear.contract.yaml_settings import apply_overrides
 from relinear.functional import transponder as reference
 from relinear.kernels import native
 from relinear.training import FitSettings, fit

@@ -119,8 +119,9 @@ def _changed_settings(
         match: the option, which may also let entries be resized.
         tune: the option, which keeps the tuning of a recipe that has one.
     """
-    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe, without_key
+    from relinear.compare.recipe import change_recipe, read_recipe
     from relinear.compare.settings import CompareSettings
+    from relinear.contract.yaml_settings import apply_overrides, without_key
 
     as_written = values = {} if recipe is None else read_recipe(recipe)
     if operators:  # they replace the recipe's entries, and settings that name one of those

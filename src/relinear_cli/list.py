@@ -63,11 +63,12 @@ def listed(topic: str) -> dict[str, Any]:
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
     from relinear.compare.papers import PAPERS, read_paper
-    from relinear.compare.recipe import BUNDLED, read_yaml
+    from relinear.compare.recipe import BUNDLED
     from relinear.contract import plugins
     from relinear.contract.attachment import AttachmentConfig
     from relinear.contract.objective import ObjectiveConfig
     from relinear.contract.operator import OperatorConfig
+    from relinear.contract.yaml_settings import read_yaml
     from relinear.data.tasks import Task
     from relinear.models import preset_config, preset_names
 

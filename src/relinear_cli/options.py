@@ -77,7 +77,7 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
     Raises:
         ValueError: if one of ``--set`` is not KEY=VALUE.
     """
-    from relinear.compare.recipe import parse_overrides
+    from relinear.contract.yaml_settings import parse_overrides
 
     chosen = {name: value for name, value in options.items() if value is not None and value != []}
     return chosen | parse_overrides(overrides or [])
@@ -247,7 +247,7 @@ def execution(
     workers: int | None, executor: str | None, slurm: list[str] | None, partition: str | None = None
 ) -> dict[str, Any]:
     """Return ``compare``'s arguments for where runs execute. Raises ValueError for SLURM settings without SLURM."""
-    from relinear.compare.recipe import parse_overrides
+    from relinear.contract.yaml_settings import parse_overrides
 
     jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
     if jobs and executor != "slurm":

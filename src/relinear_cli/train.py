@@ -43,8 +43,9 @@ def command(
 
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
-    from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
+    from relinear.compare.recipe import find_recipe
     from relinear.compare.requirements import training_requirements
+    from relinear.contract.yaml_settings import apply_overrides, read_yaml
     from relinear.system.machine import is_first_rank
     from relinear.training import TrainSettings, train
     from relinear.training.fitting import rank_count

@@ -27,6 +27,7 @@ from relinear.compare.folder import comparison_folder
 from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
 from relinear.compression.plan import CompressPlan
+from relinear.contract import yaml_settings
 from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings
 from relinear.data.sources import local_sources
@@ -116,7 +117,7 @@ def build_without_weights(settings: TrainSettings) -> None:
 def training_recipes(rng: random.Random, folder: Path) -> None:
     text = written(mutate.tree(rng, TRAIN), rng) if rng.random() < 0.6 else mutate.text(rng, written(TRAIN, rng))
     (folder / "train.yaml").write_text(text, encoding="utf-8", errors="replace")
-    settings = TrainSettings.load(recipe.read_yaml(folder / "train.yaml"), "train.yaml")
+    settings = TrainSettings.load(yaml_settings.read_yaml(folder / "train.yaml"), "train.yaml")
     if settings.model == "tiny":
         build_without_weights(settings)
 
@@ -133,7 +134,7 @@ def overrides(rng: random.Random, folder: Path) -> None:
     if rng.random() < 0.3:
         strange = json.dumps(mutate.strange(rng))
         given.append(f"{rng.choice(values).partition('=')[0]}={strange}")
-    loaded = recipe.apply_overrides(copy.deepcopy(TRAIN), recipe.parse_overrides(given))
+    loaded = yaml_settings.apply_overrides(copy.deepcopy(TRAIN), yaml_settings.parse_overrides(given))
     settings = TrainSettings.load(loaded, "settings")
     if settings.model == "tiny" and rng.random() < 0.3:
         build_without_weights(settings)
@@ -159,8 +160,8 @@ def arguments(rng: random.Random, folder: Path) -> None:
             (options.parse_layers, "0,4-11"),
             (lambda text: options.parse_numbers("--seeds", text), "0,1,2"),
             (lambda text: options.named_entries([text, "dense"]), "low_rank:rank=4"),
-            (lambda text: DistillSettings.load(recipe.parse_overrides([text])), "learning_rate=1e-3"),
-            (lambda text: CompressSettings.load(recipe.parse_overrides([text])), "keep=0.5"),
+            (lambda text: DistillSettings.load(yaml_settings.parse_overrides([text])), "learning_rate=1e-3"),
+            (lambda text: CompressSettings.load(yaml_settings.parse_overrides([text])), "keep=0.5"),
         ]
     )
     reader(mutate.text(rng, text))

@@ -12,7 +12,6 @@ from torch import nn
 
 from relinear.bench.operators import Mode
 from relinear.bench.run import DTYPES, Dtype, parsed_by
-from relinear.compare.speed import training_step
 from relinear.contract.inference import for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
@@ -25,6 +24,7 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 from relinear.system.timing import interleave
 from relinear.training.fitting import compiled as through_compiler
+from relinear.training.fitting import training_step
 
 ModelPass = Literal["step", "prefill", "decode"]
 #: tokens of the prompt before decoding; few, so that the time hardly includes prefill

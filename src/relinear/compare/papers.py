@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from relinear.compare.recipe import read_yaml
 from relinear.compare.report import gap_text
 from relinear.compare.schema import Gap
 from relinear.compare.settings import Seeds
 from relinear.contract.messages import did_you_mean
 from relinear.contract.settings import PositiveInt, Settings
+from relinear.contract.yaml_settings import read_yaml
 from relinear.pages.blocks import Block, Cell, Row, Table, Text
 
 PAPERS = Path(__file__).parent / "papers"

@@ -20,13 +20,14 @@ from relinear.compare.executors import Execution
 from relinear.compare.figures import loss_unit
 from relinear.compare.folder import seed_folder
 from relinear.compare.gaps import gap, gap_of_means
-from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+from relinear.compare.recipe import change_recipe, read_recipe
 from relinear.compare.replicate_fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.report import read_results, results_section
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap
 from relinear.compare.settings import CompareSettings
+from relinear.contract.yaml_settings import apply_overrides
 from relinear.data.tasks import task_of
 from relinear.models import is_preset, preset_config
 from relinear.pages.blocks import Cell, Section, Text

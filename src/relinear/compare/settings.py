@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
-from relinear.compare.recipe import apply_overrides, read_yaml, without_key
 from relinear.contract.messages import did_you_mean
 from relinear.contract.setting_text import keeps_layer, parse_setting
 from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
+from relinear.contract.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
@@ -419,12 +419,10 @@ def scaled_steps(values: Mapping[str, Any], ratio: float) -> dict[str, Any]:
 def scaled_run(settings: TrainSettings, ratio: float) -> TrainSettings:
     """Return a whole run of ``ratio`` times the steps, with warm-up and evaluations scaled alike."""
     steps = max(1, round(ratio * settings.steps))
-    changes: dict[str, Any] = {"steps": steps}
-    if settings.warmup_steps is not None:
-        changes["warmup_steps"] = min(steps - 1, round(ratio * settings.warmup_steps))
-    if settings.eval_every:
-        changes["eval_every"] = max(1, round(ratio * settings.eval_every))
-    return settings.replace(**changes)
+    scaled = scaled_steps(settings.model_dump(exclude_unset=True), ratio) | {"steps": steps}
+    if scaled.get("warmup_steps"):
+        scaled["warmup_steps"] = min(steps - 1, scaled["warmup_steps"])
+    return settings.replace(**scaled)
 
 
 # Preregistrations: comparisons that are written down before their first final run

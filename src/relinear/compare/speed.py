@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from relinear.compare.schema import Speed
 from relinear.contract.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
-from relinear.training.fitting import compiled, set_gradient_checkpointing, training_device, training_dtype
+from relinear.training.fitting import autocast_dtype, compiled, prepare_model_, training_device, training_step
 from relinear.training.optim import build_optimizer
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
@@ -21,48 +20,19 @@ from relinear.training.settings import TrainSettings
 _TIMED = {"cpu": 5e9, "cuda": 2e13}
 
 
-def training_step(
-    model: Any, ids: Tensor, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, replayed: bool = False
-) -> Callable[[], None]:
-    """Return a function that makes a training step: forward, backward and optimiser.
-
-    Args:
-        model: the model, in training mode.
-        ids: tokens (B, T), which are also the labels.
-        optimizer: optimiser of the model's parameters.
-        dtype: dtype of autocast; None computes in the weights' dtype.
-        replayed: whether steps are CUDA graphs.
-    """
-
-    def step() -> None:
-        if replayed:
-            torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(ids.device.type, dtype=dtype, enabled=dtype is not None):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def _timed_calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[str, Callable[[], Any]]]:
     """Return a model, and its training step and inference pass on random tokens, to be timed."""
     device = training_device(settings)
     model = build_model(settings, vocab_size).to(device)
-    if settings.dtype == "pure_bfloat16":
-        model.to(torch.bfloat16)
-    if settings.gradient_checkpointing:
-        set_gradient_checkpointing(model, True)
+    prepare_model_(model, settings)
     model.config.use_cache = False
-    dtype = training_dtype(settings, device)
-    autocast_dtype = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
+    dtype = autocast_dtype(settings, device)
     shape = (settings.batch_size, settings.data.sequence_length)
     ids = torch.randint(vocab_size or model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(
         device
     )
     replayed = settings.compile == "reduce-overhead"
-    step = training_step(model, ids, build_optimizer(model, settings), autocast_dtype, replayed)
+    step = training_step(model, ids, build_optimizer(model, settings), dtype, replayed)
 
     def train() -> None:
         model.train()
@@ -72,7 +42,7 @@ def _timed_calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, 
     def infer() -> None:
         if model.training:
             for_inference_(model)
-        with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             model(input_ids=ids)
 
     return model, {"train": train, "inference": infer}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from relinear.contract.module_state import training_modes_restored
@@ -135,6 +135,45 @@ def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
     return torch.float32 if settings.dtype == "float32" else torch.bfloat16
 
 
+def autocast_dtype(settings: FitSettings, device: torch.device) -> torch.dtype | None:
+    """Return the dtype that forward passes run in by autocast; None if they compute in the weights' dtype."""
+    dtype = training_dtype(settings, device)
+    return None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
+
+
+def prepare_model_(model: Any, settings: FitSettings) -> None:
+    """Give the weights the dtype that ``settings`` ask for, and turn gradient checkpointing on if they do."""
+    if settings.dtype == "pure_bfloat16":
+        model.to(torch.bfloat16)
+    if settings.gradient_checkpointing:
+        set_gradient_checkpointing(model, True)
+
+
+def training_step(
+    model: Any, ids: Tensor, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, replayed: bool = False
+) -> Callable[[], None]:
+    """Return a function that makes a training step: forward, backward and optimiser.
+
+    Args:
+        model: the model, in training mode.
+        ids: tokens (B, T), which are also the labels.
+        optimizer: optimiser of the model's parameters.
+        dtype: dtype of autocast; None computes in the weights' dtype.
+        replayed: whether steps are CUDA graphs.
+    """
+
+    def step() -> None:
+        if replayed:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(ids.device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 @contextlib.contextmanager
 def _set_up_for_training(model: Any, settings: FitSettings) -> Iterator[None]:
     """Set threads, precision, checkpointing and compilation of the model for training, and restore them afterwards."""
@@ -143,10 +182,7 @@ def _set_up_for_training(model: Any, settings: FitSettings) -> Iterator[None]:
     use_cache = getattr(getattr(model, "config", None), "use_cache", None)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of writing shards: a run shows its own progress
-    if settings.dtype == "pure_bfloat16":
-        model.to(torch.bfloat16)
-    if settings.gradient_checkpointing:
-        set_gradient_checkpointing(model, True)
+    prepare_model_(model, settings)
     try:
         with on_threads(settings.threads), training_modes_restored(model), compiled(model, settings.compile):
             yield

@@ -30,7 +30,7 @@ from relinear.hf.training_loss import ModelWithObjective
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside
-from relinear.training.fitting import NonFiniteLossError, remove_checkpoints, training_device, training_dtype
+from relinear.training.fitting import NonFiniteLossError, autocast_dtype, remove_checkpoints, training_device
 from relinear.training.optim import build_optimizer, build_schedule
 from relinear.training.settings import FitSettings
 
@@ -180,7 +180,7 @@ class RelinearTrainer(Trainer):
         loss = next((f for m in model.modules() if (f := getattr(m, "loss_function", None)) is not None), None)
         self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
         self.settings = settings
-        self.compute_dtype = training_dtype(settings, self.args.device)
+        self.autocast_dtype = autocast_dtype(settings, self.args.device)
         self.tokens_seen = 0
         self._last_drain = 0
         self._first_loss: float | None = None
@@ -228,10 +228,10 @@ class RelinearTrainer(Trainer):
     # Loss
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return autocast to the compute dtype; accelerate's autocast would also copy the logits back to fp32."""
-        if self.compute_dtype == torch.float32 or self.settings.dtype == "pure_bfloat16":
+        """Return autocast as the settings ask; accelerate's would also copy the logits back to fp32."""
+        if self.autocast_dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.args.device.type, dtype=self.compute_dtype)
+        return torch.autocast(self.args.device.type, dtype=self.autocast_dtype)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
