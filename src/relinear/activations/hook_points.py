@@ -35,7 +35,7 @@ ACTIVATION_HOOKS = "_activation_hooks"
 
 
 class Activation(NamedTuple):
-    """Hold a value of one forward: a latent, gate or output, with its distribution if it is a Gaussian latent.
+    """A value of one forward: a latent, gate or output, with its distribution if it is a Gaussian latent.
 
     Attributes:
         z: the value (..., R); named as in variational models, also for gates and outputs.

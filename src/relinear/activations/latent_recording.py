@@ -100,7 +100,7 @@ class _StoreLatent:
 
 
 class LatentDistribution(NamedTuple):
-    """Hold the distribution of a latent over tokens.
+    """Distribution of a latent over tokens.
 
     Attributes:
         mean: of its dimensions (R,).

@@ -37,7 +37,7 @@ ANALYSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Hold the model and the text to analyse.
+    """The model and the text to analyse.
 
     Attributes:
         model: the model, in eval mode.

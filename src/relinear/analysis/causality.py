@@ -17,7 +17,7 @@ from relinear.hf.vocabulary import max_positions
 
 @dataclasses.dataclass(frozen=True)
 class CausalityReport:
-    """Hold the result of ``check_causality``.
+    """Result of ``check_causality``.
 
     Attributes:
         tokens: length of the sequence; every suffix of it was changed.

@@ -63,7 +63,7 @@ def variance_split(gate: Tensor) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class GateRecord:
-    """Hold statistics of a model's gates on some tokens.
+    """Statistics of a model's gates on some tokens.
 
     Attributes:
         statistics: name of the modulated layer -> its decoder layer, its module's name, its alphas and its gates, each

@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 @dataclasses.dataclass(frozen=True)
 class TimedCase:
-    """Hold what is timed; all contenders run the same case.
+    """What is timed; all contenders run the same case.
 
     Attributes:
         in_features: of the layer.

@@ -24,7 +24,7 @@ DIVERGED_FILE = "diverged.json"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Hold what tuning chose for an entry.
+    """What tuning chose for an entry.
 
     Attributes:
         entry: the entry at its size, in the chosen bits.

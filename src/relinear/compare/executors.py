@@ -37,7 +37,7 @@ _MAX_JOBS, _RETRIES = 256, 3
 
 
 class Execution(NamedTuple):
-    """Hold where and how runs are executed: arguments of ``compare``, which says what they mean."""
+    """Where and how runs are executed: arguments of ``compare``, which says what they mean."""
 
     workers: int | None = None
     executor: Executor | str | None = None

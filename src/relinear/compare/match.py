@@ -28,7 +28,7 @@ _WIDTH_FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """Hold the size of a model.
+    """Size of a model.
 
     Attributes:
         parameters: number of parameters.
@@ -51,7 +51,7 @@ class ModelSize:
 
 @dataclasses.dataclass(frozen=True)
 class SizedEntry:
-    """Hold an entry at its final size.
+    """An entry at its final size.
 
     Attributes:
         name: name of the entry.

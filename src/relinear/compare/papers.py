@@ -26,7 +26,7 @@ PAPER, SMALL = "paper", "small"
 
 
 class Request(Settings):
-    """Hold the options of a replication, with defaults filled in.
+    """Options of a replication, with defaults filled in.
 
     Attributes:
         paper: name of the paper.
@@ -48,7 +48,7 @@ class Request(Settings):
 
 
 class PaperRow(Settings):
-    """Hold a row of a table.
+    """A row of a table.
 
     Attributes:
         paper: the paper's cells in order, separated by spaces.
@@ -62,7 +62,7 @@ class PaperRow(Settings):
 
 
 class PaperTable(Settings):
-    """Hold a table as the paper prints it.
+    """A table as the paper prints it.
 
     Attributes:
         title: heading of the table.
@@ -80,7 +80,7 @@ class PaperTable(Settings):
 
 
 class Claim(Settings):
-    """Hold a claim that compares two entries, by their losses or by other measures.
+    """A claim that compares two entries, by their losses or by other measures.
 
     Attributes:
         entry: the entry that the claim is about.
@@ -114,7 +114,7 @@ class Claim(Settings):
 
 
 class Method(Settings):
-    """Hold how a method fits projections.
+    """How a method fits projections.
 
     Attributes:
         operator: the operator that is fitted.
@@ -154,7 +154,7 @@ class Fits(Settings):
 
 
 class Paper(Settings):
-    """Hold a paper: what to train or fit, what changes on a small machine, its tables and its claims.
+    """A paper: what to train or fit, what changes on a small machine, its tables and its claims.
 
     Attributes:
         title: title of the page.

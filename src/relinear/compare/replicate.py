@@ -43,7 +43,7 @@ _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Replication:
-    """Hold a replication by training, ready to run.
+    """A replication by training, ready to run.
 
     Attributes:
         paper: the paper to replicate.

@@ -75,7 +75,7 @@ class FitTask:
 
 @dataclasses.dataclass(frozen=True)
 class FitReplication:
-    """Hold a replication by fits, ready to run: every method in every set of projections, on every seed.
+    """A replication by fits, ready to run: every method in every set of projections, on every seed.
 
     Attributes:
         paper: the paper to replicate.

@@ -226,7 +226,7 @@ def _read_sizes(value: Any) -> Any:
 
 
 class _SharedTrainSettings(TrainSettings):
-    """Hold training settings whose steps may follow from a budget; warm-up is checked with each entry's steps."""
+    """Training settings whose steps may follow from a budget; warm-up is checked with each entry's steps."""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> _SharedTrainSettings:
@@ -238,7 +238,7 @@ def _only_written(value: Any) -> Any:
 
 
 class CompareSettings(Settings):
-    """Hold the settings of a whole comparison.
+    """Settings of a whole comparison.
 
     Attributes:
         name: name of the comparison, for the report.
@@ -432,7 +432,7 @@ _NonEmpty = Field(min_length=1)
 
 
 class Preregistration(Settings):
-    """Hold a preregistered comparison. Gaps are in nats per token.
+    """A preregistered comparison. Gaps are in nats per token.
 
     Attributes:
         question: the question that the comparison decides.

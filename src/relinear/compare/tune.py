@@ -19,7 +19,7 @@ LossesAt = Callable[[Sequence[float]], Search[list[float]]]
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """Hold the result of a search.
+    """Result of a search.
 
     Attributes:
         rate: the best learning rate that was tried.
@@ -38,7 +38,7 @@ class SearchResult:
 
 @dataclasses.dataclass
 class Trials:
-    """Hold the runs of a search by learning rate and initialisation; none is run twice.
+    """The runs of a search by learning rate and initialisation; none is run twice.
 
     Attributes:
         folder: directory of the runs, each in a folder that is named by its rate and initialisation.
@@ -86,7 +86,7 @@ class Trials:
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """Hold the best value of a grid, which may have grown, and its loss."""
+    """The best value of a grid, which may have grown, and its loss."""
 
     value: float
     loss: float

@@ -87,7 +87,7 @@ def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
 
 
 class LayerSize(NamedTuple):
-    """Hold the cost of a layer: its parameters and its stored bytes."""
+    """Cost of a layer: its parameters and its stored bytes."""
 
     parameters: int
     stored: int
@@ -120,7 +120,7 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Hold the budget for the replaceable layers, and the cost of each.
+    """The budget for the replaceable layers, and the cost of each.
 
     Attributes:
         text: the budget as its setting.

@@ -24,7 +24,7 @@ from relinear.surgery.states import flat_states, replace_with_states_
 
 
 class SearchSpace:
-    """Hold what each layer may become: the operators of the setting ``candidates``, at all their sizes.
+    """What each layer may become: the operators of the setting ``candidates``, at all their sizes.
 
     Args:
         modules: the layers that may be replaced, by name.

@@ -51,7 +51,7 @@ _Block = tuple[Excerpt, list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class CompressionData:
-    """Hold token ids (N, T) for calibration, healing and evaluation.
+    """Token ids (N, T) for calibration, healing and evaluation.
 
     Attributes:
         blocks: for calibration.

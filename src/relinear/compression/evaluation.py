@@ -24,7 +24,7 @@ PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Hold what a model predicts on token ids (N, T).
+    """What a model predicts on token ids (N, T).
 
     Attributes:
         losses: (N,) of each block, in nats per token.
@@ -55,7 +55,7 @@ class Predictions:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Hold the evaluation of one model, the original or the compressed one.
+    """The evaluation of one model, the original or the compressed one.
 
     Attributes:
         predictions: on text of the corpus.

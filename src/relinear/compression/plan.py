@@ -51,7 +51,7 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CompressPlan:
-    """Hold the operator of every replaceable layer, by name in the model's order."""
+    """The operator of every replaceable layer, by name in the model's order."""
 
     layers: dict[str, LayerPlan]
 

@@ -25,7 +25,7 @@ DEGENERATE = 1.3
 @with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class CompressReport:
-    """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
+    """Result of a compression; printing it shows the plan by type of layer and the sizes.
 
     Attributes:
         plan: what every layer became.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationStatistics:
-    """Hold the second moments of a layer's inputs and output gradients on the calibration data.
+    """The second moments of a layer's inputs and output gradients on the calibration data.
 
     A fit W' of a weight W minimises tr(G (W - W') A (W - W')^T), which is the mean squared error of the outputs in the
     metric G over inputs whose second moment is A.

@@ -10,7 +10,7 @@ InitLaw = Literal["fan_in", "constant", "orthogonal"]
 
 
 class ParamRole(NamedTuple):
-    """Hold the role of a parameter, so that one optimiser recipe serves every operator.
+    """The role of a parameter, so that one optimiser recipe serves every operator.
 
     Attributes:
         fan_in: number of inputs that a unit sums over; None for vectors, lookup tables and bivectors.

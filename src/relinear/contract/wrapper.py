@@ -17,7 +17,7 @@ from relinear.contract.parameter_roles import ParamRole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrapperConfig(OperatorConfig):
-    """Hold the settings of an operator that wraps another layer.
+    """Settings of an operator that wraps another layer.
 
     Attributes:
         base: settings of the wrapped operator; None wraps the replaced layer or, outside of a model, a new nn.Linear.

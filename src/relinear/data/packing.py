@@ -77,7 +77,7 @@ class PackedDataset(Dataset):
 
 @dataclasses.dataclass(frozen=True)
 class PackedData:
-    """Hold the data that a run trains and evaluates on.
+    """The data that a run trains and evaluates on.
 
     Attributes:
         train: blocks of tokens, or samples of a task.

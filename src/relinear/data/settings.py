@@ -12,7 +12,7 @@ from relinear.data.tokenizers import check_tokenizer_name
 
 
 class DataSettings(Settings):
-    """Hold the settings of text: corpus, tokenizer, lengths. Unknown keys and values out of range are errors.
+    """Settings of text: corpus, tokenizer, lengths. Unknown keys and values out of range are errors.
 
     Attributes:
         data: ``stdlib``, a file, folder or pattern, a Hub name, or a synthetic task. ``stdlib`` is the source text of

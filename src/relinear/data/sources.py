@@ -63,7 +63,7 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Hold documents in a fixed order.
+    """Documents in a fixed order.
 
     Attributes:
         documents: each call returns a new iterator over all documents.

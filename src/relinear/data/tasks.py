@@ -31,7 +31,7 @@ TRAINING_SAMPLES, VALIDATION_SAMPLES = 1_000_000, 1_024
 
 
 class Task(Config):
-    """Hold the settings of a task. ``draw`` creates a sample with a generator, ``encode`` turns it into inputs."""
+    """Settings of a task. ``draw`` creates a sample with a generator, ``encode`` turns it into inputs."""
 
     family: ClassVar[str] = "task"
 

@@ -30,7 +30,7 @@ REPORTS = 50
 
 @dataclasses.dataclass(frozen=True)
 class FitError:
-    """Hold the errors of outputs relative to the target outputs.
+    """Errors of outputs relative to the target outputs.
 
     Attributes:
         relative: sum of squared errors over the targets' sum of squares, or the divergence of logits.
@@ -153,7 +153,7 @@ def _loss(kind: str, outputs: Tensor, targets: Tensor, mean_square: float) -> Te
 
 @dataclasses.dataclass(frozen=True)
 class LayerSamples:
-    """Hold the inputs of one layer and their target outputs.
+    """Inputs of one layer and their target outputs.
 
     Attributes:
         inputs: (M, I).

@@ -28,7 +28,7 @@ from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Hold what ``perplexity`` measures.
+    """What ``perplexity`` measures.
 
     Attributes:
         loss: mean loss, in nats per token.
@@ -43,7 +43,7 @@ class Perplexity:
 
 @dataclasses.dataclass(frozen=True)
 class Lambada:
-    """Hold what ``lambada`` measures.
+    """What ``lambada`` measures.
 
     Attributes:
         accuracy: share of last words that greedy decoding predicts.

@@ -14,7 +14,7 @@ _DEFAULT_DISCOUNTS = (0.5, 1.0, 1.5)
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """Hold all n-grams of one length.
+    """All n-grams of one length.
 
     Attributes:
         grams: code of every n-gram that occurs, in ascending order.

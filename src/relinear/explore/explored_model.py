@@ -36,7 +36,7 @@ SHOWN = 10
 
 @dataclasses.dataclass(eq=False)
 class ExploredModel:
-    """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
+    """A model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
     Attributes:
         path: path of the model, for the code that the page shows.

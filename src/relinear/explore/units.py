@@ -97,7 +97,7 @@ class HookPointFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Hold statistics of a model's units on a corpus.
+    """Statistics of a model's units on a corpus.
 
     "most_value", "most_row" and "most_token" (U, K) among the tensors are the texts in which a unit is highest, highest
     first, one entry per text at its highest token; the row is -1 if there are fewer texts. "least_...": likewise the

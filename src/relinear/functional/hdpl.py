@@ -15,7 +15,7 @@ from relinear.functional.upcast import upcast
 
 
 class HDPLOutput(NamedTuple):
-    """Hold the result of ``hdpl``.
+    """Result of ``hdpl``.
 
     Attributes:
         y: (..., O).

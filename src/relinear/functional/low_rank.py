@@ -52,7 +52,7 @@ def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 class WeightedSpectrum(NamedTuple):
-    """Hold the singular values of M = G^(1/2) W A^(1/2), and its singular vectors on the smaller side.
+    """Singular values of M = G^(1/2) W A^(1/2), and its singular vectors on the smaller side.
 
     Attributes:
         energies: (K,), the squared singular values, falling; the error of the best fit of rank R is the sum from R on.

@@ -30,7 +30,7 @@ _PARTS = 16
 
 
 class Grid(NamedTuple):
-    """Hold the values that codes represent: code c in row o and group k is the weight scale_ok (c - zero_ok).
+    """The values that codes represent: code c in row o and group k is the weight scale_ok (c - zero_ok).
 
     Attributes:
         scale: (O, K).

@@ -46,7 +46,7 @@ def find_module(model: Any, name: str) -> nn.Module | None:
 
 
 class _Stack(NamedTuple):
-    """Hold decoder layers.
+    """Decoder layers.
 
     Attributes:
         owner: the module whose forward runs them.

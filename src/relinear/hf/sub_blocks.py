@@ -13,7 +13,7 @@ _NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2")
 
 
 class SubBlock(NamedTuple):
-    """Hold the attention or MLP of a decoder layer, whose output is added to the residual stream.
+    """The attention or MLP of a decoder layer, whose output is added to the residual stream.
 
     Attributes:
         layer: index of the decoder layer.

@@ -21,7 +21,7 @@ Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
 
 @dataclasses.dataclass(frozen=True)
 class DenseLimits:
-    """Hold the sizes up to which an operator is faster as a dense matrix; dtypes without an entry are never made dense.
+    """The sizes up to which an operator is faster as a dense matrix; dtypes without an entry are never made dense.
 
     Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
 

@@ -27,7 +27,7 @@ GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the v
 
 
 class ContextState(LinearAttentionLayer):
-    """Hold the manager's recurrent state, of constant size, as one more layer of the model's cache.
+    """The manager's recurrent state, of constant size, as one more layer of the model's cache.
 
     Beam search reorders it with the keys and values. It cannot be rolled back: ``crop`` raises an error.
     """

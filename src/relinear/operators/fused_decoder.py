@@ -27,7 +27,7 @@ _LLAMA = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 
 
 class _Calls(NamedTuple):
-    """Hold the two C++ calls, and the submodules whose hooks they would skip."""
+    """The two C++ calls, and the submodules whose hooks they would skip."""
 
     before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]]
     after_attention: Callable[..., Tensor]

@@ -248,7 +248,7 @@ class StaticModulator(_ModulatorBase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModulatorConfig(Config):
-    """Hold the settings of a modulator of any part of a model.
+    """Settings of a modulator of any part of a model.
 
     Args:
         rank: R, the hidden width of the bottleneck (Table 6; the paper's default is 8).

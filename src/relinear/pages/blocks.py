@@ -11,7 +11,7 @@ from relinear.pages.figures import Panel
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Hold a paragraph, or with a flag a heading, a remark or the page's main result.
+    """A paragraph, or with a flag a heading, a remark or the page's main result.
 
     Attributes:
         text: the words.
@@ -29,7 +29,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Hold a table's cell.
+    """A table's cell.
 
     Attributes:
         text: what is shown.
@@ -51,7 +51,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold a table's row.
+    """A table's row.
 
     Attributes:
         cells: cells, or their texts.
@@ -71,7 +71,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Hold a table that a click on its head sorts.
+    """A table that a click on its head sorts.
 
     Attributes:
         head: titles of the columns.
@@ -87,7 +87,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Hold a figure, which the page's script draws.
+    """A figure, which the page's script draws.
 
     Attributes:
         description: its caption.
@@ -107,7 +107,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Hold a list of names and values.
+    """A list of names and values.
 
     Attributes:
         facts: name -> value.
@@ -119,7 +119,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Hold preformatted text, which is folded.
+    """Preformatted text, which is folded.
 
     Attributes:
         title: heading of the folded text.
@@ -133,7 +133,7 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Hold a part of a page that has a template of its own.
+    """A part of a page that has a template of its own.
 
     Attributes:
         template: its path in the package, ``ROOM/FILE.html``.
@@ -150,7 +150,7 @@ Block = Text | Table | Chart | Facts | Listing | Part
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Hold a page's section about one run.
+    """A page's section about one run.
 
     Attributes:
         title: its heading.

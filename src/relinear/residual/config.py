@@ -23,7 +23,7 @@ PART = "relinear_residual"
 @with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualConfig(AttachmentConfig):
-    """Hold the settings of a residual method: at most one per model, for pre-norm decoders (``sub_blocks``)."""
+    """Settings of a residual method: at most one per model, for pre-norm decoders (``sub_blocks``)."""
 
     def check(self, model: nn.Module) -> None:
         present = [config for config in attachments(model) if isinstance(config, ResidualConfig)]

@@ -192,7 +192,7 @@ class LaurelPreviousResidual(nn.Module):
 
 
 class _Streams:
-    """Hold the streams x_i of one forward pass, by i; all layers share the object, whatever the pass is of.
+    """The streams x_i of one forward pass, by i; all layers share the object, whatever the pass is of.
 
     It is not a dictionary, because accelerate passes a copy of every dictionary to each layer when it moves arguments.
     """
@@ -202,7 +202,7 @@ class _Streams:
 
 
 class _Received:
-    """Hold the streams that each layer has received until it uses them."""
+    """The streams that each layer has received until it uses them."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, _Streams] = {}

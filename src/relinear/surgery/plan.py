@@ -59,7 +59,7 @@ class Replacement:
 @with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Hold the changes that ``replace_`` would make, before anything has changed. Printing it shows a line per layer.
+    """The changes that ``replace_`` would make, before anything has changed. Printing it shows a line per layer.
 
     Attributes:
         model: the model to change.

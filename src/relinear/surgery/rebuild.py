@@ -59,7 +59,7 @@ def packed_record(bits: int) -> dict[str, int]:
 
 @register_quantization_config(METHOD)
 class RelinearConfig(QuantizationConfigMixin):
-    """Hold the record of a model's operators and attachments; it is checked when it is read."""
+    """The record of a model's operators and attachments; it is checked when it is read."""
 
     operators: Mapping[str, Any]
     attachments: Iterable[Any]

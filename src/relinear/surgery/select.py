@@ -28,7 +28,7 @@ _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Hold a module to replace.
+    """A module to replace.
 
     Attributes:
         name: its first name in the model.

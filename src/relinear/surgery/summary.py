@@ -52,7 +52,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Hold a table of a model's linear layers; ``str`` shows equal layers in one line.
+    """A table of a model's linear layers; ``str`` shows equal layers in one line.
 
     Attributes:
         rows: one for every layer, operator and attached part.

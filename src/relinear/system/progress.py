@@ -9,7 +9,7 @@ from relinear.deprecated import with_attributes_of_0_2
 @with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Hold how far a task has come.
+    """How far a task has come.
 
     Attributes:
         text: what is being done.

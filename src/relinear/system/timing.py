@@ -11,7 +11,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Hold the time of one contender over all rounds.
+    """The time of one contender over all rounds.
 
     Attributes:
         seconds: the median.

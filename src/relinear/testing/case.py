@@ -11,7 +11,7 @@ SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Hold a variant of an operator and what its tests need to know.
+    """A variant of an operator and what its tests need to know.
 
     Attributes:
         config: the variant.

@@ -23,7 +23,7 @@ _Run = dict[str, list[tuple[float, float]]]
 @with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Hold root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
+    """Root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
 
     Attributes:
         scale: root mean square of the activation; None if training diverged.

@@ -53,7 +53,7 @@ class NonFiniteLossError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """Hold the result of a training run.
+    """Result of a training run.
 
     Attributes:
         validation_loss: validation loss at the end, in nats per token; None without validation data.

@@ -18,7 +18,7 @@ Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 
 class FitSettings(Settings):
-    """Hold the settings of ``fit``: those of training that do not depend on model and data.
+    """Settings of ``fit``: those of training that do not depend on model and data.
 
     Attributes:
         steps: number of optimiser steps.
@@ -135,7 +135,7 @@ def _parsed_as(family: type[Config]) -> BeforeValidator:
 
 
 class TrainSettings(FitSettings):
-    """Hold the settings of ``train``: the model, its replacements, the text and the training.
+    """Settings of ``train``: the model, its replacements, the text and the training.
 
     Attributes:
         model: a preset, the directory of a saved model, or a Hub name.

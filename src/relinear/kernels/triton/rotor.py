@@ -33,7 +33,7 @@ EPSILON = tl.constexpr(1e-5)  # that of torch's layer norm
 
 
 class _Tile(NamedTuple):
-    """Hold the compile-time constants of a kernel, named as in the legend; BLADE: whether coordinates are blades'."""
+    """Compile-time constants of a kernel, named as in the legend; BLADE: whether coordinates are blades'."""
 
     BLADE: tl.constexpr
     T: tl.constexpr

@@ -21,7 +21,7 @@ from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Hold a kernel, its reference and the arguments that it is checked with.
+    """A kernel, its reference and the arguments that it is checked with.
 
     Attributes:
         module: of the kernel.

@@ -43,7 +43,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 class Tile(NamedTuple):
-    """Hold the compile-time constants of a kernel that computes products."""
+    """Compile-time constants of a kernel that computes products."""
 
     ROWS: tl.constexpr
     COLUMNS: tl.constexpr

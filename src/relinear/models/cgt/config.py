@@ -122,7 +122,7 @@ class CGTConfig(GPT2Config):
 
 
 class CGTRegressionConfig(CGTConfig):
-    """Hold the settings of a ``CGTForRegression``; its ``model_type`` lets presets and Auto classes find that class."""
+    """Settings of a ``CGTForRegression``; its ``model_type`` lets presets and Auto classes find that class."""
 
     model_type = "relinear_cgt_regression"
 

@@ -34,7 +34,7 @@ _PASSED_ON = frozenset(
 
 @dataclasses.dataclass
 class CGTOutput(ModelOutput):
-    """Hold the output of a CGT; fields that were not requested are None.
+    """Output of a CGT; fields that were not requested are None.
 
     Attributes:
         loss: scalar, if labels or targets were given.
