@@ -274,11 +274,11 @@ def test_a_prefix_is_shown_as_weights(tmp_path, texts) -> None:
     found = prefix_view(explored, "a prefix", "a text")
     special = relinear.specialize(explored.model, explored.encode("a prefix"))
     with torch.no_grad():
-        shares = special(explored.encode("a text")[None]).logits[0, -1].softmax(-1)
-    best = [explored.token_text(int(token)) for token in shares.topk(3).indices]
+        probabilities = special(explored.encode("a text")[None]).logits[0, -1].softmax(-1)
+    best = [explored.token_text(int(token)) for token in probabilities.topk(3).indices]
     assert set(best) <= set(found["tokens"])
     assert sorted(found["probabilities"]["specialised"], reverse=True)[:3] == pytest.approx(
-        shares.topk(3).values.tolist()
+        probabilities.topk(3).values.tolist()
     )
     context = explored.model.context(explored.encode("a prefixa text")[None])[0]
     assert torch.tensor(found["context"]).shape == context.shape
