@@ -455,7 +455,7 @@ WRONG = {
     "compare --recipe {recipe}": "not valid YAML",
     "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --plan {plan}": "not a compression plan",
-    "compare --plan {latin}": "latin.txt is not UTF-8 text",
+    "compare --preregistration {latin}": "latin.txt is not UTF-8 text",
     "train --data {others}/gone": "gone' does not exist.",  # a link that dangles does not stand for itself
     "inspect {cut}": "model.safetensors is damaged or cut off",
     "inspect {unknown}": "unknown operator kind 'low_rnak'",
@@ -529,7 +529,7 @@ AT_ONCE = {
     "train --steps 0": "--steps must be greater than or equal to 1, got '0'",
     "train --threads 1025": "--threads must be less than or equal to 1024, got '1025'",
     "compare --match size": "'size' is not one of 'width', 'parameters', 'flops'",
-    "compare --plan nosuch": "path 'nosuch' does not exist",
+    "compare --preregistration nosuch": "path 'nosuch' does not exist",
     "eval run --split nosuch": "'nosuch' is not one of 'train', 'validation', 'test', 'all'",
     "specialize . --prefix-file nosuch --out y": "path 'nosuch' does not exist",
     "report nosuch": "path 'nosuch' does not exist",

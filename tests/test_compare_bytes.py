@@ -166,7 +166,7 @@ def test_operators_may_be_sized_in_place_of_widths() -> None:
         ({"match": {"by": "bytes", "to": []}}, "match by bytes takes the size of the file"),
         ({"entries": {"dense": {"resize": "fixed"}}}, "entries.dense has resize: fixed, and match by bytes"),
         ({"entries": {"dense": {"set": {"bits": 4}}}}, "entries.dense has bits: 4, and match by bytes chooses"),
-        ({"budgets": [256, 512], "reference": "dense"}, "budgets or sizes, not both"),
+        ({"budgets": [256, 512], "reference": "dense"}, "several widths or sizes, not both"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(text, changes, said) -> None:

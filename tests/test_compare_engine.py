@@ -748,7 +748,7 @@ def test_every_budget_may_be_tuned(text):
         ({"budgets": [100, 100]}, "come twice"),
         ({"budgets": ["3X"]}, "whole number"),
         ({"entries": {"dense": {"set": {"steps": 9}}}}, "use duration"),
-        ({"sizes": [8, 16, 24, 32]}, "not both"),
+        ({"widths": [8, 16, 24, 32]}, "not both"),
     ],
 )
 def test_wrong_budgets(changes, said):
@@ -764,7 +764,7 @@ def test_wrong_budgets(changes, said):
 def scaled(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("sizes") / "out"
     recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
-    recipe |= {"sizes": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.1, "rounds": 3}}
+    recipe |= {"widths": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.1, "rounds": 3}}
     recipe["train"] |= {"save_model": False, "learning_rate": 0.01, "eval_every": 0}
     return out, recipe, compare(recipe, out, workers=0)
 
@@ -818,13 +818,20 @@ def test_a_power_law_is_found_again_and_crossings_are_where_they_are():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sizes": [16, 32, 48]}, "must be a list of at least 4"),
+        ({"widths": [16, 32, 48]}, "must be a list of at least 4"),
         ({"match": "parameters"}, "leave match at width"),
         ({"entries": {"a": "low_rank:rank=4"}, "reference": "a"}, "dense entry"),
-        ({"tokens": 5000, "sizes": {"widths": [16, 32, 48, 64], "tokens_per_parameter": 20}}, "give the budget once"),
+        ({"tokens": 5000, "widths": {"widths": [16, 32, 48, 64], "tokens_per_parameter": 20}}, "give the budget once"),
     ],
 )
 def test_wrong_sizes(changes, said):
-    recipe = {"entries": {"dense": "dense"}, "sizes": [16, 32, 48, 64], "reference": "dense"}
+    recipe = {"entries": {"dense": "dense"}, "widths": [16, 32, 48, 64], "reference": "dense"}
     with pytest.raises(ValueError, match=said):
         CompareSettings.load(recipe | changes)
+
+
+def test_widths_are_read_under_their_old_name():
+    recipe = {"entries": {"dense": "dense"}, "reference": "dense"}
+    widths = CompareSettings.load(recipe | {"widths": [16, 32, 48, 64]})
+    with pytest.warns(DeprecationWarning, match="sizes has a new name: widths"):
+        assert CompareSettings.load(recipe | {"sizes": {"widths": [16, 32, 48, 64]}}) == widths

@@ -149,7 +149,7 @@ def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
 def test_operators_that_an_entry_sets_by_name_grow_with_the_width():
     entry = {"operator": "low_rank:rank=8", "target": ["q_proj", "all-linear"], "set": {"operators.q_proj.rank": 4}}
     train = TRAIN | {"model_overrides": WIDTH | {"num_hidden_layers": 2}}
-    found = recipe(entries={"dense": "dense", "mixed": entry}, train=train, sizes=[32, 64, 96, 128], reference="dense")
+    found = recipe(entries={"dense": "dense", "mixed": entry}, train=train, widths=[32, 64, 96, 128], reference="dense")
     at_widths = recipes_of_series(found, 258)
     for sized, ranks in ((at_widths[0], (8, 4)), (at_widths[-1], (32, 16))):
         operators = sized.settings_of("mixed").operators

@@ -129,9 +129,19 @@ def test_a_plan_is_carried_out_as_it_is_written(more, tmp_path):
 
     path = tmp_path / "plan.yaml"
     path.write_text(json.dumps(PLAN))
-    found = CliRunner().invoke(app, ["compare", "--plan", str(path), *more])
+    found = CliRunner().invoke(app, ["compare", "--preregistration", str(path), *more])
     assert found.exit_code != 0
-    assert "--plan fixes all settings: combine it only with --out, --workers and --executor" in str(found.exception)
+    assert "--preregistration fixes all settings: combine it only with --out, --workers and --executor" in str(
+        found.exception
+    )
+
+
+def test_the_old_name_of_the_flag_works(tmp_path):
+    from relinear_cli.main import app
+
+    with pytest.warns(UserWarning, match="--plan has a new name: --preregistration"):
+        found = CliRunner().invoke(app, ["compare", f"--plan={tmp_path / 'plan.yaml'}"])
+    assert "Invalid value for '--preregistration'" in found.output
 
 
 @pytest.fixture(scope="module")
@@ -185,14 +195,14 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
     import gpu_evidence
 
     done = subprocess.run([*gpu_evidence.RELINEAR, "compare", "--help"], capture_output=True, text=True, check=True)
-    assert "--plan" in done.stdout
+    assert "--preregistration" in done.stdout
     stopped, begun = [], []
     long = gpu_evidence.QUEUE[1]
 
     def start(command, cwd):
         begun.append(Path(command[-1]).name)
         assert command[: len(gpu_evidence.RELINEAR)] == gpu_evidence.RELINEAR
-        assert Path(command[command.index("--plan") + 1]).is_file()
+        assert Path(command[command.index("--preregistration") + 1]).is_file()
         return _Started(stopped, command, needed=1e9 if begun == [gpu_evidence.QUEUE[0], long] else 0)
 
     assert gpu_evidence.carry_out(tmp_path, 0.5, 1, start) == list(gpu_evidence.QUEUE)  # too short to begin anything

@@ -121,7 +121,7 @@ def test_every_recipe_runs_to_its_report(name, budget, tmp_path, monkeypatch):
     assert main(["compare", "--recipe", name, *model, *budget, *SMALL, *cut, *tuned, "--out", str(out)]) == 0
     page = (out / "report.html").read_text()
     assert "Changed on the command line" in page
-    if recipe.get("sizes"):  # whose record is of all sizes
+    if recipe.get("widths"):  # whose record is of all sizes
         assert (out / "scale.json").is_file()
         return
     results = json.loads((out / "results.json").read_text())

@@ -1,6 +1,6 @@
 """On a machine with an NVIDIA GPU: the plans of results/plans that take one, as a queue in calls of nine minutes.
 
-``python tools/gpu_evidence.py`` (``make gpu-evidence``) runs plans by ``relinear compare --plan``, with
+``python tools/gpu_evidence.py`` (``make gpu-evidence``) runs plans by ``relinear compare --preregistration``, with
 as many runs at once as there are processors but two: small models wait for operations to start, not for the GPU. At the
 end of its time it stops what is under way, which keeps its state; the next call goes on. ``--rehearse`` takes every
 plan through all of its steps on a CPU, at sizes that say nothing.
@@ -47,7 +47,16 @@ def _finished(out: Path) -> bool:
 
 def _command(name: str, out: Path, workers: int) -> list[str]:
     """What carries a plan out."""
-    return [*RELINEAR, "compare", "--plan", str(PLANS / f"{name}.yaml"), "--workers", str(workers), "--out", str(out)]
+    return [
+        *RELINEAR,
+        "compare",
+        "--preregistration",
+        str(PLANS / f"{name}.yaml"),
+        "--workers",
+        str(workers),
+        "--out",
+        str(out),
+    ]
 
 
 def _stop(running: Any) -> None:

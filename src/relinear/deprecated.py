@@ -248,6 +248,7 @@ def overwriting(overwrite: bool, resume: bool | None) -> bool:
 
 #: class of settings -> key of 0.2 -> its name now
 RENAMED_SETTINGS = {
+    "CompareSettings": {"sizes": "widths"},
     "Preregistration": {"spread": "std", "spread_from": "std_from"},
     "CompressSettings": {"menu": "candidates"},
     "DistillSettings": {"batch_size": "tokens_per_step"},

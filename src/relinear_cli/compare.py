@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def command(
     recipe: str | None = typer.Option(None, help="A YAML file, or a name such as `quick`."),
-    plan: Path | None = typer.Option(None, exists=True, help="A preregistered comparison; it takes no other settings."),
+    preregistration: Path | None = typer.Option(
+        None, exists=True, help="A preregistered comparison; it takes no other settings."
+    ),
     operators: list[str] | None = typer.Option(
         None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; may be repeated."
     ),
@@ -50,7 +52,7 @@ def command(
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.
 
-    A recipe with `sizes` compares at several widths and fits loss against compute.
+    A recipe with `widths` compares at several widths and fits loss against compute.
 
     If it is killed, start the command again: it resumes.
 
@@ -81,13 +83,13 @@ def command(
         "train.threads": threads,
     }
     changes = options.chosen_settings(chosen, overrides)
-    if plan is not None and (recipe is not None or operators or tune or changes):
-        raise ValueError("--plan fixes all settings: combine it only with --out, --workers and --executor")
+    if preregistration is not None and (recipe is not None or operators or tune or changes):
+        raise ValueError("--preregistration fixes all settings: combine it only with --out, --workers and --executor")
     execution = options.execution(workers, executor, slurm, partition)
-    if plan is recipe is None and not operators:
+    if preregistration is recipe is None and not operators:
         raise ValueError("nothing to compare: add --recipe, or --operator at least once; see relinear compare --help")
-    if plan is not None:
-        settings = read_preregistration(plan).comparison
+    if preregistration is not None:
+        settings = read_preregistration(preregistration).comparison
     else:
         settings = _changed_settings(recipe, changes, operators, match, tune)
     if size is not None and settings.match.by != "bytes":
@@ -100,7 +102,7 @@ def command(
     with watch(resumable=True) as on_progress:
         results = compare(settings, out, overwrite=overwrite, **execution, on_progress=on_progress)
     report = write_report(out)
-    if settings.sizes is None:
+    if settings.widths is None:
         print_results(results)
     else:
         print_scale(results)

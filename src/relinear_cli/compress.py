@@ -25,7 +25,7 @@ def command(
     ),
     candidates: list[str] | None = typer.Option(
         None,
-        *("--candidates", "--menu"),
+        "--candidates",
         help="Operators that a layer may become; may be repeated.",
         show_default="what the reader stores; pivoted_low_rank with --keep",
     ),

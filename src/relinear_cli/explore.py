@@ -19,7 +19,7 @@ def command(
     length: int = typer.Option(64, min=2, help="Tokens in each."),
     hook_points: str | None = typer.Option(
         None,
-        *("--hook-points", "--sites"),
+        "--hook-points",
         help="Where to look, such as basis_gate,q_proj; by default every latent and gate.",
     ),
     tokenizer: options.Tokenizer = None,

@@ -32,7 +32,8 @@ COMMANDS = {name: group for group, names in _COMMANDS.items() for name in names.
 
 #: group in a command's help -> its options, by the names of their parameters; all others are in "More"
 _GROUPS = {
-    "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
+    "Model": "model replace attach objective layers exclude target candidates operators recipe preregistration match "
+    "first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "evaluate",
     "Budget": "budget bits size keep reader steps tokens seeds max_tokens limit heal_tokens "
@@ -40,6 +41,12 @@ _GROUPS = {
     "Output": "out plan plan_only dry_run as_json index static",
     "Cases": "shapes dtypes modes passes inference_batches",
     "Speed": "threads workers executor partition slurm rounds repeats",
+}
+#: command -> flag of 0.2 -> its name now; the old one works for one version, and warns
+_RENAMED_FLAGS = {
+    "compare": {"--plan": "--preregistration"},
+    "compress": {"--menu": "--candidates"},
+    "explore": {"--sites": "--hook-points"},
 }
 
 
@@ -80,7 +87,15 @@ class _Command(TyperCommand):
             if not value.strip():  # an empty path would mean the working directory
                 argument_name = name if name[:1] == "-" else "an argument"
                 raise ValueError(f"{argument_name} must not be empty, got {value!r}; fill it in, or omit it")
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [self._with_new_flag(argument) for argument in args])
+
+    def _with_new_flag(self, argument: str) -> str:
+        flag, equals, value = argument.partition("=")
+        new = _RENAMED_FLAGS.get(self.name or "", {}).get(flag)
+        if new is None:
+            return argument
+        warnings.warn(f"{flag} has a new name: {new}; the old one works in this version only", stacklevel=2)
+        return f"{new}{equals}{value}"
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)

@@ -62,7 +62,7 @@ def _arguments() -> dict[str, list[str]]:
             "entries": {"a": "dense"},
             "train": train,
             **SPEED,
-            "sizes": {"widths": [8, 16, 24, 32]},
+            "widths": [8, 16, 24, 32],
             "reference": "a",
         },
     }
@@ -76,7 +76,7 @@ def _arguments() -> dict[str, list[str]]:
         "train": ["train", "--recipe", "train.yaml", "-r", "up_proj=low_rank:rank=4", *out],
         "compare": ["compare", "--recipe", "compare.yaml", *out],
         "tune": ["compare", "--recipe", "tune.yaml", *out],
-        "compare, sizes": ["compare", "--recipe", "scale.yaml", *out],
+        "compare, widths": ["compare", "--recipe", "scale.yaml", *out],
         "distill": [
             *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--set", "epochs=1"),
             *("--set", "validation_tokens=64", "--set", "sequence_length=32", "--threads", "1"),

@@ -13,7 +13,7 @@ from relinear.system.text import shorten
 BUNDLED = Path(__file__).parent / "recipes"
 #: settings that say the same in several ways: one that is given replaces those of a recipe
 _ALTERNATIVES = (
-    ("tokens", "budgets", "train.steps", "sizes.tokens_per_parameter"),
+    ("tokens", "budgets", "train.steps", "widths.tokens_per_parameter", "sizes.tokens_per_parameter"),
     ("train.warmup_steps", "train.warmup_ratio"),
 )
 

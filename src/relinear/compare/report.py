@@ -101,7 +101,7 @@ def results_section(directory: str | Path) -> Section:
     if (by_value := series_table(results)) is not None:
         blocks += [Text(series_title(results), heading=True), by_value]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
-    blocks += [Text("Entries", heading=True), _sizes_table(results), *_settings_blocks(results)]
+    blocks += [Text("Entries", heading=True), _entries_table(results), *_settings_blocks(results)]
     seeds = ", ".join(str(run.get("seed")) for run in entries[0]["runs"])
     ran = what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
     blocks += [Listing("data", as_yaml(results["data"])), *ran]
@@ -298,7 +298,7 @@ def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int
     return [(parameters, template(parameters) + active), (flops, template(flops) + total)]
 
 
-def _sizes_table(results: Results) -> Table:
+def _entries_table(results: Results) -> Table:
     head = ["entry", "operators", "parameters", "FLOPs / token", "off the target"]
     rows = []
     for entry in results["entries"]:

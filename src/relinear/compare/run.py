@@ -68,7 +68,7 @@ def compare(
         on_event: the old name of ``on_progress``.
 
     Returns:
-        What ``results.json`` holds, or ``scale.json`` for a recipe with ``sizes``: see ``docs/compare.md``.
+        What ``results.json`` holds, or ``scale.json`` for a recipe with ``widths``: see ``docs/compare.md``.
 
     Raises:
         ValueError: for settings that are wrong or cannot be matched, data that cannot be read (nothing is written
@@ -96,7 +96,7 @@ def runs_at_once(recipe: CompareSettings) -> int:
 
 def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
     """Check everything, then lock ``out_dir`` and run the comparison, unless it has ended."""
-    path = out_dir / (RESULTS if recipe.sizes is None else SCALE)
+    path = out_dir / (RESULTS if recipe.widths is None else SCALE)
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
     if path.is_file() and not overwrite:
         return with_new_columns(read_json(path))
@@ -121,7 +121,7 @@ def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overw
         for index, value in enumerate(values):
             recipe_at_value = recipe_at(recipe, index, data.vocab_size, results)
             results.append(run_comparison(recipe_at_value, out_dir / key / str(value), engine))
-        if recipe.sizes is not None:
+        if recipe.widths is not None:
             return load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, provenance))
         return load_or_make_json(path, lambda: series_results(recipe, results, provenance))
 

@@ -45,7 +45,7 @@ def scale_results(
     recipe: CompareSettings, out_dir: Path, parts: Sequence[Results], provenance: Provenance
 ) -> dict[str, Any]:
     """Return the values of ``scale.json`` for the comparisons at every width in ``out_dir``."""
-    by_width = dict(zip(recipe.sizes.widths if recipe.sizes else (), parts, strict=True))
+    by_width = dict(zip(recipe.widths.widths if recipe.widths else (), parts, strict=True))
     # an entry that diverged at a width has no power law
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in by_width.values()))
     is_dense = {e["name"]: e["dense"] for e in parts[0]["entries"] if e["name"] in everywhere}

@@ -40,7 +40,7 @@ def recipe_at(
     axis, _, values = recipe.series
     value, is_last = values[index], index == len(values) - 1
     name = f"{recipe.name} at width {value}" if axis == "width" else f"{recipe.name} at {value:,} {axis}"
-    changes: dict[str, Any] = {"name": name, "budgets": None, "sizes": None}
+    changes: dict[str, Any] = {"name": name, "budgets": None, "widths": None}
     if axis != "width" and not is_last:
         changes["speed"] = {"seconds": 0}  # measured once, at the last
     if axis == "tokens":
@@ -157,9 +157,9 @@ def _at_width(recipe: CompareSettings, width: int, vocab_size: int | None) -> di
         entries[name] = _entry_at_width(recipe, name, scaled_width, factor, vocab_size)
     reference = next(name for name, entry in recipe.entries.items() if entry.dense)
     changes: dict[str, Any] = {"entries": entries | _controls(recipe, reference, width, vocab_size) | entries}
-    per_parameter = recipe.sizes.tokens_per_parameter if recipe.sizes else None
+    per_parameter = recipe.widths.tokens_per_parameter if recipe.widths else None
     if per_parameter is not None:
-        sized = recipe.replace(sizes=None, **changes).settings_of(reference)
+        sized = recipe.replace(widths=None, **changes).settings_of(reference)
         changes["tokens"] = max(1, round(per_parameter * measure_size(sized, vocab_size).parameters))
     return changes
 

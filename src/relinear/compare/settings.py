@@ -208,12 +208,12 @@ class SpeedSettings(Settings):
     rounds: PositiveInt = 25
 
 
-class SizesSettings(Settings):
-    """Set the sizes at which the entries are compared.
+class WidthSettings(Settings):
+    """Set the widths at which the entries are compared.
 
     Attributes:
         widths: widths of the reference's model, at least four; every entry is scaled in proportion.
-        tokens_per_parameter: training tokens at every size, per parameter of the dense model; None takes the recipe's
+        tokens_per_parameter: training tokens at every width, per parameter of the dense model; None takes the recipe's
             budget.
     """
 
@@ -221,8 +221,8 @@ class SizesSettings(Settings):
     tokens_per_parameter: PositiveFloat | None = None
 
 
-def _read_sizes(value: Any) -> Any:
-    return value if value is None or isinstance(value, Mapping | SizesSettings) else {"widths": value}
+def _read_widths(value: Any) -> Any:
+    return value if value is None or isinstance(value, Mapping | WidthSettings) else {"widths": value}
 
 
 class _SharedTrainSettings(TrainSettings):
@@ -249,7 +249,7 @@ class CompareSettings(Settings):
         tokens: budget in training tokens, instead of ``train.steps``; may be written as 20.5M.
         budgets: several budgets in tokens. Every entry is trained to each with a whole schedule. Warm-up and
             evaluations in steps are meant for the largest, and shrink with the budget.
-        sizes: widths to compare at, with a comparison at each and power laws over all.
+        widths: widths to compare at, with a comparison at each and power laws over all.
         match: how sizes are made equal.
         seeds: seeds of the final runs; every entry runs once per seed.
         tune: how learning rates are tuned; ``true`` takes the defaults. None trains every entry at
@@ -267,7 +267,7 @@ class CompareSettings(Settings):
     train: Annotated[_SharedTrainSettings, BeforeValidator(_only_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Unique, _ASCENDING] | None = None
-    sizes: Annotated[SizesSettings | None, BeforeValidator(_read_sizes)] = None
+    widths: Annotated[WidthSettings | None, BeforeValidator(_read_widths)] = None
     match: Annotated[MatchSettings, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = MatchSettings()
     seeds: Annotated[Seeds, BeforeValidator(_as_tuple)] = (0,)
     tune: Annotated[TuneSettings | None, _or_default({})] = None
@@ -296,7 +296,7 @@ class CompareSettings(Settings):
             "tokens": self.tokens,
             "budgets": self.budgets,
             "train.steps": "steps" in self.train.model_fields_set,
-            "sizes.tokens_per_parameter": self.sizes and self.sizes.tokens_per_parameter,
+            "widths.tokens_per_parameter": self.widths and self.widths.tokens_per_parameter,
         }
         if len(budgets := [name for name, value in stated.items() if value]) > 1:
             raise ValueError(f"give the budget once: {' or '.join(budgets)}")
@@ -317,23 +317,23 @@ class CompareSettings(Settings):
         return self
 
     def _check_series(self) -> None:
-        """Check several budgets or sizes: each run has one budget, and there is a reference entry."""
-        if self.budgets is not None and (self.sizes is not None or self.match.by == "bytes"):
-            raise ValueError("give budgets or sizes, not both: every size has one budget")
-        if self.budgets is None and self.sizes is None:
+        """Check several budgets or widths: each run has one budget, and there is a reference entry."""
+        if self.budgets is not None and (self.widths is not None or self.match.by == "bytes"):
+            raise ValueError("give several budgets, or several widths or sizes, not both: each of those has one budget")
+        if self.budgets is None and self.widths is None:
             return
-        key = self.series.key
+        key = "widths" if self.budgets is None else "budgets"
         if self.reference is None:
             raise ValueError(f"{key} need a reference entry: set reference: dense")
         with_steps = [name for name, entry in self.entries.items() if "steps" in entry.set]
         if with_steps:
             raise ValueError(f"entries.{with_steps[0]}.set.steps is one number for all {key}; use duration: 2.0")
-        if self.sizes is None:
+        if self.widths is None:
             return
         if not any(entry.dense for entry in self.entries.values()):
-            raise ValueError("sizes need a dense entry: narrower and shallower models are made of it")
+            raise ValueError("widths need a dense entry: narrower and shallower models are made of it")
         if self.match.by != "width":
-            raise ValueError("sizes scale every entry from what is written: leave match at width")
+            raise ValueError("widths scale every entry from what is written: leave match at width")
 
     @property
     def steps(self) -> int:
@@ -350,8 +350,8 @@ class CompareSettings(Settings):
     @property
     def series(self) -> SeriesValues:
         """Return the budgets, widths or file sizes to compare at."""
-        if self.sizes is not None:
-            return SeriesValues("width", "sizes", self.sizes.widths)
+        if self.widths is not None:
+            return SeriesValues("width", "sizes", self.widths.widths)
         if isinstance(self.match.to, tuple):
             return SeriesValues("bytes", "sizes", self.match.to)
         return SeriesValues("tokens", "budgets", self.budgets or ())
