@@ -30,10 +30,15 @@ def mostly_slow(values, *fast):
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def pytest_collection_finish():
-    """Take what was imported out of the garbage collector: transformers' trainer collects at every start and end."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep the garbage collector from what is imported: it would run 1,900 times now, and in every run of a trainer."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -274,8 +274,8 @@ TASKS = {
 }
 
 
-def run_rank(rank, ranks, port, folder, parts, names):
-    """Run tasks as one of several ranks, in a process that was forked and has torchrun's variables."""
+def run_rank(rank, ranks, port, folder, tasks):
+    """Run tasks, each with its parts, as one of several ranks, in a process that was forked and has torchrun's variables."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
@@ -283,7 +283,7 @@ def run_rank(rank, ranks, port, folder, parts, names):
     with (folder / f"rank-{rank}.txt").open("w") as log, contextlib.redirect_stdout(log):
         try:
             torch.distributed.init_process_group("gloo")
-            for name in names:
+            for name, parts in tasks.items():
                 TASKS[name](folder, rank, parts)
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()

@@ -67,9 +67,6 @@ MODELS = {
     "cgt": lambda: make_cgt(vocab_size=96),
     "cgt-variational": lambda: make_cgt(vocab_size=96, variational=True),
 }
-#: what does something around its products. Of hdpl, which has noise and losses, another test compiles a run; of cgt,
-#: with several outputs, test_cgt.py compiles the whole model.
-FEW = ("ccl",)
 
 
 @contextlib.contextmanager
@@ -139,7 +136,8 @@ def check_steps(name, how, checkpointed, tolerance, lowered=False, **options):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(MODELS), *FEW))
+@pytest.mark.slow  # in the fast tests a run of hdpl, which has noise and losses, is compiled below
+@pytest.mark.parametrize("name", MODELS)
 def test_training_steps_are_the_same_graphs(name):
     check_steps(name, layers, True, 1e-4, backend="aot_eager")
 
@@ -233,7 +231,8 @@ def test_speeds_of_a_compiled_comparison_are_measured_after_all_is_compiled(monk
     assert len(graphs.found) == 6  # three rounds of training, three of inference
 
 
-@pytest.mark.parametrize("phase", mostly_slow(["step", "decode"], "step"))
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["step", "decode"])
 def test_benchmarked_models_have_no_graph_break(phase, monkeypatch):
     """GPT-2 as a whole has one: it logs a warning."""
     monkeypatch.setattr(bench_file, "through_compiler", lambda model, how: compiled(model, how, backend="aot_eager"))

@@ -28,7 +28,7 @@ LAYER = relinear.CCL(rank=4, context_dim=8)
 IDS = torch.arange(10).view(2, 5)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _no_traceback_of_another_test():
     """A forward that failed leaves its context to its traceback, which is in circles: it ends with them."""
     gc.collect()
@@ -188,6 +188,7 @@ def test_bad_settings(bad: dict) -> None:
 # The carrier
 
 
+@pytest.mark.usefixtures("_no_traceback_of_another_test")
 def test_context_by_hand() -> None:
     layer, x = LAYER.build(5, 7), torch.randn(2, 3, 5)
     with pytest.raises(ValueError, match=r"with relinear\.activations\.context"):
@@ -207,6 +208,7 @@ def test_context_by_hand() -> None:
         layer(x)
 
 
+@pytest.mark.usefixtures("_no_traceback_of_another_test")
 def test_a_failing_block_gives_the_context_back() -> None:
     with pytest.raises(KeyError), relinear.activations.context(torch.zeros(1, 8)):
         raise KeyError

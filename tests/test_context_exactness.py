@@ -348,7 +348,7 @@ def test_a_memory_in_float64_is_exact_in_float64(mixer):
 @pytest.mark.parametrize("strict", mostly_slow([False, True], False))
 @pytest.mark.parametrize("manager", mostly_slow(["ema", "gru"], "gru"))
 def test_a_memory_is_exported_for_any_number_of_tokens(manager, strict):
-    model = conditioned("llama", manager)
+    model = conditioned("llama", manager, num_hidden_layers=1)
     ids = prompts(tokens=6)
     tokens = {1: torch.export.Dim("tokens", min=2, max=100)}
     program = torch.export.export(

@@ -24,11 +24,11 @@ pytestmark = [
 ]
 
 
-def launch(folder, parts, *tasks, ranks=2):
-    """Run ``dist_ranks.py`` on this machine; ranks are forked, as it would take seconds to import all again."""
+def launch(folder, tasks, ranks=2):
+    """Run tasks of ``dist_ranks.py``, each with its parts, on this machine; ranks are forked, as it would take seconds to import all again."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    context, arguments = multiprocessing.get_context("fork"), (ranks, port, folder, parts, tasks)
+    context, arguments = multiprocessing.get_context("fork"), (ranks, port, folder, tasks)
     running = {context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(ranks)}
     for process in running:
         process.start()
@@ -42,25 +42,15 @@ def launch(folder, parts, *tasks, ranks=2):
             pytest.fail("\n".join(path.read_text() for path in sorted(folder.glob("rank-*.txt"))))
 
 
-#: with losses and noise, with a context and what reads it, and with an objective of its own
-FEW = ("hdpl", "context", "cgt")
-
-
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    """What two ranks came to with the parts that are asked for; one launch, as it takes seconds."""
-    folder = tmp_path_factory.mktemp("ranks")
-    tests = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
-    launch(
-        folder,
-        {test.callspec.params["part"] for test in tests},
-        "steps",
-        "split",
-        "planned",
-        "fully",
-        "sharded",
-        "interrupted",
-    )
+    """What two ranks came to with the parts that tests ask of a task by its name; one launch, as it takes seconds."""
+    folder, tasks = tmp_path_factory.mktemp("ranks"), {"sharded": set(), "interrupted": set()}
+    for test in request.session.items:
+        if test.module is request.module and hasattr(test, "callspec"):
+            for task, part in test.callspec.params.items():
+                tasks.setdefault(task, set()).add(part)
+    launch(folder, tasks)
     return folder
 
 
@@ -94,10 +84,11 @@ def test_every_operator_and_attachment_has_its_row():
         assert own == kinds[name], name
 
 
-@pytest.mark.parametrize("part", mostly_slow(MODELS, *FEW))
-def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
-    there = torch.load(found / "steps.pt", weights_only=True)[part]
-    here = one_step(part, SETTINGS.replace(batch_size=8))
+#: with losses and noise, with a context and what reads it, and with an objective of its own
+@pytest.mark.parametrize("steps", mostly_slow(MODELS, "hdpl", "context", "cgt"))
+def test_two_ranks_have_the_loss_and_the_gradients_of_one(steps, found):
+    there = torch.load(found / "steps.pt", weights_only=True)[steps]
+    here = one_step(steps, SETTINGS.replace(batch_size=8))
     assert there["losses"] == pytest.approx(here["losses"], rel=1e-5)
     assert there["gradients"].keys() == here["gradients"].keys()
     for name, gradient in here["gradients"].items():
@@ -115,31 +106,31 @@ def check_steps(there, model):
         torch.testing.assert_close(there["saved"][name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("part", mostly_slow(PARTS, *FEW))
-def test_sharded_models_have_the_losses_and_the_gradients_of_whole_ones(part, found):
-    there, model = torch.load(found / "fully.pt", weights_only=True)[part], built(part)
+@pytest.mark.parametrize("fully", mostly_slow(PARTS, "hdpl"))
+def test_sharded_models_have_the_losses_and_the_gradients_of_whole_ones(fully, found):
+    there, model = torch.load(found / "fully.pt", weights_only=True)[fully], built(fully)
     check_steps(there, model)
     assert there["held"] < 0.6 * sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("part", mostly_slow(SPLIT, *FEW))
-def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, found):
-    there = torch.load(found / "split.pt", weights_only=True)[part]
-    model = built(part)
+@pytest.mark.parametrize("split", mostly_slow(SPLIT, "hdpl"))
+def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(split, found):
+    there = torch.load(found / "split.pt", weights_only=True)[split]
+    model = built(split)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     inside = sum(size for name, size in sizes.items() if ".up_proj." in name)
     check_steps(there, model)
-    if part in ("rotor", "quantized"):  # a few angles; codes that are packed
+    if split in ("rotor", "quantized"):  # a few angles; codes that are packed
         assert there["operators"] == 0
     else:
         assert there["operators"] == 2
         assert sum(sizes.values()) - there["held"] > 0.35 * inside
 
 
-@pytest.mark.parametrize("part", mostly_slow(PLANNED, "context"))
-def test_checkpoints_that_transformers_splits_have_the_losses_and_the_gradients_of_whole_ones(part, found):
-    there, model = torch.load(found / "planned.pt", weights_only=True)[part], built(part)
-    for name, value in relinear.from_pretrained(found / f"{part}-again").state_dict().items():
+@pytest.mark.parametrize("planned", mostly_slow(PLANNED, "context"))
+def test_checkpoints_that_transformers_splits_have_the_losses_and_the_gradients_of_whole_ones(planned, found):
+    there, model = torch.load(found / "planned.pt", weights_only=True)[planned], built(planned)
+    for name, value in relinear.from_pretrained(found / f"{planned}-again").state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
     check_steps(there, model)
     assert there["held"] < sum(parameter.numel() for parameter in model.parameters())

@@ -27,13 +27,13 @@ EIGHT = "quantized:bits=8,symmetric=true"
 IDS = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def tiny(kind: str = "llama", tie: bool = True):
+def tiny(kind: str = "llama", tie: bool = True, layers: int = 2):
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, tie_word_embeddings=tie)
+        config = GPT2Config(vocab_size=300, n_embd=64, n_layer=layers, n_head=4, tie_word_embeddings=tie)
     else:
         of = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}[kind]
-        sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
         config = of(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tie)
     config.pad_token_id = 0
     return AutoModelForCausalLM.from_config(config).eval()
@@ -133,7 +133,7 @@ def test_its_scales_train_through_lookup_and_head() -> None:
 
 @pytest.mark.parametrize("tie", mostly_slow([True, False], True))
 def test_a_budget_of_bytes_rounds_it(tie: bool, tmp_path) -> None:
-    model, ids = tiny(tie=tie), torch.randint(300, (64, 16), generator=torch.Generator().manual_seed(1))
+    model, ids = tiny(tie=tie, layers=1), torch.randint(300, (64, 16), generator=torch.Generator().manual_seed(1))
     settings = {"bits": 4.5, "tokens": 512, "sequence_length": 16, "evaluation_tokens": 64, "heal_tokens": 64}
     settings |= {"passages": 0}
     report = compress(model, ids, settings=settings, out_dir=tmp_path)
@@ -145,7 +145,7 @@ def test_a_budget_of_bytes_rounds_it(tie: bool, tmp_path) -> None:
 
 
 def test_an_embedding_that_is_left_out_of_a_budget_stays() -> None:
-    kept, ids = tiny(), torch.randint(300, (64, 16), generator=torch.Generator().manual_seed(1))
+    kept, ids = tiny(layers=1), torch.randint(300, (64, 16), generator=torch.Generator().manual_seed(1))
     settings = {"bits": 4.5, "tokens": 512, "sequence_length": 16, "evaluate": False}
     compress(kept, ids, exclude="embed_tokens", settings=settings)
     assert type(kept.get_input_embeddings()) is torch.nn.Embedding

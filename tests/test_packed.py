@@ -54,7 +54,7 @@ def test_matrices_of_an_operator_come_back_as_they_were_stored(case, tmp_path) -
     assert all(torch.equal(value, again[name]) for name, value in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize("bits", [2, 5, 8])
+@pytest.mark.parametrize("bits", mostly_slow([2, 5, 8], 5))
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_without_operators_loads_as_any_other(bits, tied, tmp_path) -> None:
     model = make_tiny_llama(tie_word_embeddings=tied)
