@@ -82,7 +82,7 @@ def test_recorded_intervals_contain_the_paired_t_interval():
 
 @pytest.mark.parametrize("seeds", mostly_slow([2, 3], 3))
 def test_drawn_intervals_of_power_laws_err_by_less_than_a_tenth_of_their_width(seeds):
-    drawn = [gaps.interval(gaps.replicates(np.stack(losses(seeds, 300)), seed=one)) for one in range(20)]
+    drawn = [gaps.interval(gaps.replicates(np.stack(losses(seeds, 300)), seed=one)) for one in range(10)]
     width = statistics.fmean(high - low for low, high in drawn)
     for bounds in zip(*drawn, strict=True):
         assert statistics.stdev(bounds) < width / 10

@@ -73,7 +73,7 @@ def is_operator(setting):
     return setting["kind"] in OperatorConfig.kinds()
 
 
-@tries(100)
+@tries(60)
 @given(config=configs())
 def test_settings_come_back_from_json_and_yaml(config):
     values = config.to_dict()
@@ -86,7 +86,7 @@ def test_settings_come_back_from_json_and_yaml(config):
 # Shapes and dtypes
 
 
-@tries(150)
+@tries(80)
 @given(
     config=configs(),
     sizes=st.tuples(SIZES, SIZES),
@@ -117,7 +117,7 @@ def test_a_layer_of_any_size_works_or_is_refused_when_it_is_built(config, sizes,
     assert layer.flops_per_token() >= 0
 
 
-@tries(80)
+@tries(40)
 @given(config=configs(), sizes=st.tuples(SIZES, SIZES), tokens=st.integers(0, 4))
 def test_the_dense_matrix_of_any_layer_is_the_layer(config, sizes, tokens):
     assume(not config.conditioned)
@@ -136,7 +136,7 @@ def test_the_dense_matrix_of_any_layer_is_the_layer(config, sizes, tokens):
         torch.testing.assert_close(layer(x) - zero, x @ dense.mT, atol=1e-9, rtol=1e-9)
 
 
-@tries(60)
+@tries(30)
 @given(config=configs(), sizes=st.tuples(SIZES, SIZES), wrong=SIZES, dtype=st.sampled_from(DTYPES))
 def test_input_of_another_width_is_refused(config, sizes, wrong, dtype):
     assume(wrong != sizes[0] and not config.conditioned)
@@ -211,7 +211,7 @@ def expected(kind, mapping, options):
     return found
 
 
-@tries(120)
+@tries(60)
 @given(drawn=mappings())
 def test_a_mapping_replaces_what_it_means_or_nothing(drawn):
     kind, mapping, options = drawn
@@ -232,7 +232,7 @@ def test_a_mapping_replaces_what_it_means_or_nothing(drawn):
     assert all(type(model.get_submodule(n)) is before[n] for n in NAMES[kind] if n not in found)
 
 
-@tries(25)
+@tries(12)
 @given(config=configs(), target=st.sampled_from(["q_proj", "up_proj", "down_proj", "all-linear"]), half=st.booleans())
 def test_a_model_with_any_layers_comes_back_from_disk(config, target, half, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
@@ -283,7 +283,7 @@ def train_values():
     )
 
 
-@tries(120)
+@tries(60)
 @given(values=train_values())
 def test_settings_of_a_run_are_read_as_they_are_written(values, tmp_path_factory):
     try:
@@ -299,7 +299,7 @@ def test_settings_of_a_run_are_read_as_they_are_written(values, tmp_path_factory
     assert TrainSettings.load(set_one_by_one | {"operators": values["operators"]}) == loaded
 
 
-@tries(60)
+@tries(30)
 @given(
     name=st.sampled_from(sorted(path.stem for path in BUNDLED.glob("*.yaml"))),
     train=train_values(),

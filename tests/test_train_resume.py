@@ -51,7 +51,7 @@ def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
 def test_a_module_around_a_model_with_tied_weights_resumes(tmp_path):
     def wrapped():
         torch.manual_seed(0)
-        return ModelWithObjective(make_cgt(vocab_size=96), CGTObjective())
+        return ModelWithObjective(make_cgt(vocab_size=96, n_layer=2, context_layer=1), CGTObjective())
 
     whole, resumed = wrapped(), wrapped()
     expected = fit(whole, FIT_DATA, FIT, out_dir=tmp_path / "whole")

@@ -28,11 +28,11 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 DTYPES = {torch.float32: 1e-5, torch.float16: None}
 
 #: a case and some of its shapes: the interpreter takes seconds for one
-ROWS = [pytest.param(case, case.small[:4], id=case.name) for case in CASES]
+ROWS = [pytest.param(case, case.small[:2], id=case.name) for case in CASES]
 ROWS += [
-    pytest.param(case, case.small[4:], id=f"{case.name}-others", marks=pytest.mark.slow)
+    pytest.param(case, case.small[2:], id=f"{case.name}-others", marks=pytest.mark.slow)
     for case in CASES
-    if case.small[4:]
+    if case.small[2:]
 ]
 
 
@@ -154,7 +154,10 @@ def test_layer_uses_its_kernel(name: str, forced, monkeypatch) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("settings", [{"basis": "blade"}, {"activation": "gelu", "permute": False}], ids=str)
+NETWORKS = [{"activation": "gelu", "permute": False}, {"basis": "blade"}]
+
+
+@pytest.mark.parametrize("settings", mostly_slow(NETWORKS, NETWORKS[0]), ids=str)
 def test_hidden_steps_of_a_network_use_their_kernel(settings: dict, forced, monkeypatch) -> None:
     monkeypatch.setattr(operator, "supports_network", lambda *given: False)
     layer = relinear.Rotor(activate_entry=True, init_std=0.3, **settings).build(24, 32).to(DEVICE)
