@@ -275,7 +275,7 @@ TASKS = {
 
 
 def run_rank(rank, ranks, port, folder, tasks):
-    """Run tasks, each with its parts, as one of several ranks, in a process that was forked and has torchrun's variables."""
+    """Run tasks, each with its parts, as one of several ranks, in a forked process with the variables of torchrun."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def launch(folder, tasks, ranks=2):
-    """Run tasks of ``dist_ranks.py``, each with its parts, on this machine; ranks are forked, as it would take seconds to import all again."""
+    """Run tasks of ``dist_ranks.py``, each with its parts; ranks are forked, as importing all again takes seconds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context, arguments = multiprocessing.get_context("fork"), (ranks, port, folder, tasks)
