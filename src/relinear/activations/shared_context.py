@@ -108,8 +108,8 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
 
 def check_context_serves(model: nn.Module, name: str, config: Any) -> None:
     """Raise ValueError if the context owner of ``model`` cannot serve an operator of ``config`` at ``name``."""
-    owner = context_owner(model)
-    if owner is None or not config.conditioned:
+    owner = context_owner(model) if config.conditioned else None
+    if owner is None:
         return
     if owner.context_dim != config.context_dim:
         raise ValueError(

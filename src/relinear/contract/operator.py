@@ -217,7 +217,8 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         if type(self).create is not Operator.create:
             self.create(**kw)
             self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-            self.reset_parameters()
+            if not any(tensor.is_meta for tensor in self.state_dict(keep_vars=True).values()):
+                self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module's lookup, inlined: a forward looks up several parameters, and super() would take twice as long

@@ -26,7 +26,14 @@ from relinear.hf.model_config import loaded_from
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.select import Target, parameter_tied_to, reader_of_weight, select_targets
+from relinear.surgery.select import (
+    ParameterHolders,
+    Target,
+    parameter_holders,
+    parameter_tied_to,
+    reader_of_weight,
+    select_targets,
+)
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.tied import check_can_embed, replace_layer_keeping_ties_, tied_head
 
@@ -152,28 +159,37 @@ def plan(
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     check_not_quantized(model)
     targets, skipped = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
-    replacements = []
+    replacements, holders = [], parameter_holders(model)
     for target in targets:
         config = configs[target.pattern]
         if config is None:
             skipped[target.name] = "mapped to None"
         else:
             shape = linear_features(target.module)
-            _check_target(model, target, config, shape, init)
+            _check_target(model, holders, target, config, shape, init)
             replacements.append(Replacement(target, config, *shape))
     return Plan(model, tuple(replacements), init, skipped, tuple(_notes(model, replacements, init)))
 
 
-def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:
+def _check_target(
+    model: nn.Module,
+    holders: ParameterHolders,
+    target: Target,
+    config: OperatorConfig,
+    shape: tuple[int, int],
+    init: Init,
+) -> None:
     """Raise ValueError if an operator of ``config`` cannot replace ``target``."""
     if not target.name:
         raise ValueError(f"the model itself is a linear layer; call {config}.convert(linear, {init=})")
     head = tied_head(model, target.module)
-    names = [target.name, *(name for name, module in model.named_modules() if module is head)]
+    names = [target.name]
+    if head is not None:
+        names += [name for name, module in model.named_modules() if module is head]
     reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
     if reader is not None:
         raise ValueError(f"{target.name} cannot be replaced: {reader} reads its weight. Leave it out with exclude=")
-    shared = parameter_tied_to(model, target.module, head)
+    shared = parameter_tied_to(holders, target.module, head)
     if shared is not None:
         raise ValueError(
             f"{target.name} shares its weight with {shared}. Build the model with tie_word_embeddings=False, or leave "

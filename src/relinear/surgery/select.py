@@ -15,6 +15,9 @@ from relinear.hf.model_layout import existing_layer_indices, layer_finder, outpu
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_name, listed, matches
 
+#: parameter -> the modules that hold it, with the parameter's name there
+ParameterHolders = dict[nn.Parameter, list[tuple[str, nn.Module]]]
+
 PART_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
@@ -98,17 +101,21 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
     return class_name if _READ_BY_PARENT.fullmatch(f"{class_name}.{child}") else None
 
 
-def parameter_tied_to(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
+def parameter_holders(model: nn.Module) -> ParameterHolders:
+    """Return the modules of ``model`` that hold each parameter."""
+    holders: ParameterHolders = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((f"{name}.{key}" if name else key, module))
+    return holders
+
+
+def parameter_tied_to(holders: ParameterHolders, module: nn.Module, head: Any = None) -> str | None:
     """Return the name of a parameter outside of ``module`` and ``head`` tied to ``module``'s; None if there is none."""
-    parameters = {id(p) for p in module.parameters()}
-    inner_modules = {id(m) for m in module.modules()}
-    for name, other in model.named_modules():
-        if id(other) in inner_modules or other is head:
-            continue
-        for key, parameter in other._parameters.items():
-            if parameter is not None and id(parameter) in parameters:
-                return f"{name}.{key}" if name else key
-    return None
+    inside = {head, *module.modules()}
+    tied = (name for parameter in module.parameters() for name, other in holders[parameter] if other not in inside)
+    return next(tied, None)
 
 
 def _wanted_layers(layer_of: Callable[[str], int | None], layers: Any, names: Iterable[str]) -> set[int] | None:
