@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -91,9 +92,15 @@ def _packed_layer_bytes(model: Any, module: Any, config: OperatorConfig | None) 
         return stored_bytes(module)
     if not packs(model, module, config):
         return math.inf
-    operator: Any = config.build(*linear_features(module), device="meta", dtype=torch.bfloat16)
-    bias = 0 if getattr(module, "bias", None) is None else 2 * operator.out_features
-    return sum(part.nbytes for part in operator.packed()[1].values()) + bias
+    inputs, outputs = linear_features(module)
+    bias = 0 if getattr(module, "bias", None) is None else 2 * outputs
+    return _packed_bytes(config, inputs, outputs) + bias
+
+
+@functools.lru_cache(maxsize=100_000)
+def _packed_bytes(config: OperatorConfig, inputs: int, outputs: int) -> int:
+    operator: Any = config.build(inputs, outputs, device="meta", dtype=torch.bfloat16)
+    return sum(part.nbytes for part in operator.packed()[1].values())
 
 
 #: setting ``reader``, the program that will run the model -> its file format
