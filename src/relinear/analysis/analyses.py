@@ -104,9 +104,11 @@ def known_analyses() -> list[str]:
 
 def analysis(name: str) -> Any:
     """Return the module of an analysis. Raises ValueError if there is none."""
+    if name in ANALYSES:
+        return import_module(f"relinear.analysis.{name}")
     if name not in known_analyses():
         raise ValueError(f"unknown analysis {name!r}; {did_you_mean(name, known_analyses())}")
-    return import_module(f"relinear.analysis.{name}") if name in ANALYSES else plugins.load("analysis", name)
+    return plugins.load("analysis", name)
 
 
 def applying(model: Any) -> list[str]:

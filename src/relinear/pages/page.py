@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -52,6 +54,12 @@ def _is_page(path: Path) -> bool:
 
 def render(sections: Sequence[Section]) -> str:
     """Return the page as text; figures are omitted if it would have more than ``LIMIT`` bytes."""
+    template = _environment().get_template(TEMPLATE)
+    return template.render(sections=_within_limit(sections, LIMIT - _TEXTS))
+
+
+@functools.cache  # templates are compiled once a process
+def _environment() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
@@ -67,7 +75,7 @@ def render(sections: Sequence[Section]) -> str:
         "breakable": _breakable,
         "described": described,
     }
-    return environment.get_template(TEMPLATE).render(sections=_within_limit(sections, LIMIT - _TEXTS))
+    return environment
 
 
 def _breakable(text: str) -> Markup:
