@@ -10,7 +10,7 @@ from relinear.contract.operator import is_replaceable
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "self_sampled": False}
 #: with one kind of candidate, for tests of what all budgets have in common: integers take longest to be tried
-LOW_RANK = SETTINGS | {"keep": 0.8, "candidates": ["low_rank"]}
+LOW_RANK = SETTINGS | {"tokens": 256, "keep": 0.8, "candidates": ["low_rank"]}
 
 
 def tiny(kind: str = "llama", vocabulary: int = 50):

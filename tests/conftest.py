@@ -1,5 +1,6 @@
 """Fixtures that every test may use: seeds, tiny models, corpora and the real pretrained model where they are."""
 
+import functools
 import gc
 import inspect
 import os
@@ -68,23 +69,36 @@ def kernel_calls(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def _environment(tmp_path_factory):
-    """Tokenised data of the tests goes to a folder of the test run, never to the user's cache; figures are drafts."""
+    """Tokenised data of the tests goes to a folder of the test run, never to the user's cache; figures are blank."""
     from matplotlib.figure import Figure
 
-    from relinear.pages import matplotlib_figures
+    save, blank = Figure.savefig, Figure(figsize=(1, 1))
 
-    save = Figure.savefig
-
-    def save_draft(figure, file, **options):
-        save(figure, file, **options | {"bbox_inches": None, "dpi": 50})
+    @functools.wraps(save)
+    def save_blank(figure, file, *, format=None, **options):
+        save(blank, file, format=format)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save_draft)
-        patch.setitem(matplotlib_figures._STYLE, "figure.constrained_layout.use", False)  # takes most of the time
+        patch.setattr(Figure, "savefig", save_blank)
         patch.setenv("RELINEAR_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("COLUMNS", raising=False)  # tables have the width of a pipe, whatever the terminal's is
+        patch.setattr("accelerate.utils.memory.clear_device_cache", lambda **options: None)  # collects garbage
         patch.setattr("os.fsync", lambda handle: None)  # no test cuts the power, and every run waits dozens of times
         yield
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Draw what is saved as SVG; the same figure as PNG, which takes as long again, stays blank."""
+    from matplotlib.figure import Figure
+
+    save_blank = Figure.savefig
+
+    def save(figure, file, *, format=None, **options):
+        save_format = save_blank if format == "png" else save_blank.__wrapped__
+        save_format(figure, file, format=format, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save)
 
 
 @pytest.fixture(scope="session")

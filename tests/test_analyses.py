@@ -26,7 +26,6 @@ from relinear.clifford import bivector_to_matrix
 from relinear.contract.operator import named_operators
 from relinear.data import DataSettings
 from relinear.data.tokenizers import load_tokenizer
-from relinear.pages import matplotlib_figures
 from relinear_cli.analyze import analyze_saved
 from relinear_cli.main import main
 from tiny_models import starting_tokenizer
@@ -34,8 +33,8 @@ from tiny_models import starting_tokenizer
 IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
 
 
-def test_sequences_begin_as_the_tokenizer_says() -> None:
-    ids = tokens_of(HeldOutText(DataSettings(max_documents=40), 8, 24), starting_tokenizer())
+def test_sequences_begin_as_the_tokenizer_says(corpus) -> None:
+    ids = tokens_of(HeldOutText(DataSettings(data=str(corpus)), 8, 24), starting_tokenizer())
     assert ids.shape == (8, 24)
     assert (ids[:, 0] == 257).all()
     assert (ids[:, 1:] != 257).all()
@@ -209,7 +208,7 @@ def test_fingerprints() -> None:
 # The command
 
 
-def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
+def test_analyze_writes_numbers_and_figures(drawn, tmp_path, capsys) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and the cow over the $moon$.\n" * 60)
     model, control = tmp_path / "model", tmp_path / "control"
@@ -227,7 +226,8 @@ def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
     assert "control" in printed
     for name in ("effective_rank", "gates", "top_tokens", "fingerprints"):
         assert json.loads((out / f"{name}.json").read_text())
-        assert (out / f"{name}.png").stat().st_size > 3_000
+        assert (out / f"{name}.png").is_file()
+        assert (out / f"{name}.svg").stat().st_size > 3_000
     assert main([*arguments, "--only", "gate"]) == 2
     assert "did you mean 'gates'" in capsys.readouterr().err
     assert main([*arguments, "--length", "129", "--out", str(tmp_path / "long")]) == 2
@@ -329,14 +329,13 @@ def test_a_rotor_in_one_plane_turns_by_twice_its_length() -> None:
     assert turn[0, 0].item() == pytest.approx(math.cos(math.radians(30)))
 
 
-def test_planes_of_a_model_and_its_page(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(matplotlib_figures._STYLE, "figure.constrained_layout.use", True)  # laid out as users get them
+def test_planes_of_a_model_and_its_page(drawn, tmp_path) -> None:
     model = make_tiny_llama(num_hidden_layers=1)
     relinear.replace_(model, {"q_proj": relinear.Rotor(width=2, depth=0), "v_proj": relinear.HDPL(rank=3, blocks=2)})
     results = analyze(Subject(model, IDS), tmp_path)
     assert set(results) >= {"latents", "planes"}
     for name in ("latents", "planes"):
-        assert (tmp_path / f"{name}.png").is_file()
+        assert (tmp_path / f"{name}.svg").stat().st_size > 3_000
     (angles,) = json.loads((tmp_path / "planes.json").read_text()).values()
     assert len(angles["left"]) == len(angles["right"]) == 2
     kinds = [block.kind for block in analyses_blocks(tmp_path)]
@@ -344,6 +343,7 @@ def test_planes_of_a_model_and_its_page(tmp_path, monkeypatch) -> None:
 
 
 def test_models_that_an_analysis_does_not_apply_to_are_refused() -> None:
+    subject = Subject(make_tiny_llama(), IDS)
     for name in ("gates", "top_tokens", "fingerprints", "effective_rank", "outputs", "modulators", "latents", "planes"):
         with pytest.raises(ValueError, match=f"no analysis named {name} applies to this model; those that do: none"):
-            analyze(Subject(make_tiny_llama(), IDS), Path("nowhere"), [name])
+            analyze(subject, Path("nowhere"), [name])

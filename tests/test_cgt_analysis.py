@@ -238,7 +238,7 @@ def test_a_constant_is_learned_and_the_model_is_not():
     model, ids = make_cgt(), torch.randint(0, 50, (24, 10))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     start = torch.zeros(12)
-    learned = cgt_specialized.learned_constant(model, ids, start, steps=60)
+    learned = cgt_specialized.learned_constant(model, ids, start, steps=20)
     losses = [cgt_specialized.losses(model, ids, y.expand(24, -1)).mean() for y in (start, learned)]
     assert losses[1] < losses[0]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -94,7 +94,8 @@ def test_a_run_is_judged_as_its_model_was_stored(text, tmp_path) -> None:
     assert train(settings, tmp_path / "run") == result  # read back
 
 
-def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin, tmp_path, capsys) -> None:
+def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("relinear.training.run._SAMPLES", 2)
     recipe = in_bytes(text, "30KB", seeds=[0])
     recipe["entries"] = {"dense": "dense", "pairs": "outside_pairs"}
     results = compare(recipe, tmp_path / "out", workers=0)

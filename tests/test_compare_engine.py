@@ -48,8 +48,14 @@ def test_sizes_are_those_of_the_model_that_is_trained():
     assert size.flops == relinear.summary(model).flops_per_token
 
 
-@pytest.mark.parametrize("written", ["low_rank:rank=8", "monarch:blocks=8,rank=8", "hdpl:blocks=8,rank=8"])
-@pytest.mark.parametrize(("by", "factor"), [("parameters", 0.8), ("flops", 1.3)])
+@pytest.mark.parametrize(
+    ("written", "by", "factor"),
+    [
+        ("low_rank:rank=8", "parameters", 0.8),
+        ("monarch:blocks=8,rank=8", "flops", 1.3),
+        ("hdpl:blocks=8,rank=8", "parameters", 0.8),
+    ],
+)
 def test_matching_finds_the_nearest_size(written, by, factor):
     settings = TrainSettings(model_overrides={"num_hidden_layers": 1}, operators={"all-linear": written})
     target = round(factor * measure_size(settings, VOCABULARY).of(by))
@@ -275,12 +281,12 @@ def test_an_evaluation_too_small_is_said_to_be(text, error, warned):
 @pytest.mark.parametrize("seeds", mostly_slow([2, 3, 8], 3))
 def test_intervals_hold_the_truth_as_often_as_they_say(seeds):
     hits = 0
-    for trial in range(400):
+    for trial in range(200):
         generator = np.random.default_rng(trial)
         of_seeds, of_blocks = generator.normal(0, 0.05, (seeds, 1)), generator.normal(0, 0.2, 40)
         low, high = interval(replicates(0.3 + of_seeds + of_blocks, 1000, seed=trial))
         hits += low < 0.3 < high
-    assert 366 <= hits <= 394  # 95 % of 400, and three standard deviations to either side
+    assert 181 <= hits <= 199  # 95 % of 200, and three standard deviations to either side
 
 
 def test_intervals_over_seeds_alone_are_those_of_student():
@@ -318,7 +324,8 @@ def finished(text, tmp_path_factory):
     """A comparison with tuning and speeds, in this process."""
     out = tmp_path_factory.mktemp("finished") / "out"
     tune = {"learning_rates": [1e-3, 4e-3], "fraction": 0.5, "extensions": 0, "check_full_length": False}
-    recipe = small(text, tune=tune, speed={"seconds": 0.1, "rounds": 3})
+    entries = {"dense": "dense", "low_rank": "low_rank:rank=4"}
+    recipe = small(text, entries=entries, tune=tune, speed={"seconds": 0.01, "rounds": 3})
     events = []
     results = compare(recipe, out, workers=0, on_progress=events.append)
     return out, recipe, results, events
@@ -327,7 +334,7 @@ def finished(text, tmp_path_factory):
 def test_results_hold_what_was_asked(finished):
     out, _recipe, results, events = finished
     assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
-    assert [entry["name"] for entry in results["entries"]] == ["dense", "low_rank", "hdpl"]
+    assert [entry["name"] for entry in results["entries"]] == ["dense", "low_rank"]
     for entry in results["entries"]:
         assert [run["seed"] for run in entry["runs"]] == [0, 1]
         values = [run["validation_loss"] for run in entry["runs"]]
@@ -485,7 +492,7 @@ def test_lost_results_are_made_again_from_the_runs(finished):
     assert [e["speed"] for e in again["entries"]] == [e["speed"] for e in results["entries"]]
 
 
-def test_report_is_self_contained_and_escapes(finished):
+def test_report_is_self_contained_and_escapes(drawn, finished):
     from relinear.compare.report import write_report
 
     out = finished[0]
@@ -671,7 +678,7 @@ def test_warm_up_is_tuned_with_the_rate_and_handed_on(text, tmp_path):
 
 
 def test_a_fault_is_no_divergence_of_a_warm_up_and_the_search_is_gone_on_with(text, tmp_path, monkeypatch):
-    tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.02, 0.1], "warmup_ratio": [0.25, 0.5]}
+    tune = {"learning_rates": [1e-3, 4e-3], "warmup_ratio": [0.25, 0.5]}
     recipe = small(text, entries={"dense": "dense"}, match="width", seeds=[0], speed={"seconds": 0})
     recipe["tune"] = tune | {"fraction": 1, "extensions": 0, "check_full_length": True}
     run = engine.run_once
@@ -764,7 +771,7 @@ def test_wrong_budgets(changes, said):
 def scaled(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("sizes") / "out"
     recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
-    recipe |= {"widths": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.1, "rounds": 3}}
+    recipe |= {"widths": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.01, "rounds": 3}}
     recipe["train"] |= {"save_model": False, "learning_rate": 0.01, "eval_every": 0}
     return out, recipe, compare(recipe, out, workers=0)
 

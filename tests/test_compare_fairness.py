@@ -265,6 +265,7 @@ def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch
         raise ValueError("seen")
 
     monkeypatch.setattr("relinear.compare.run.compare", stop)
+    monkeypatch.setattr("relinear.compare.requirements.compare_requirements", lambda *_, **__: {})
     main(["compare", "--recipe", str(path), "--tune"])
     capsys.readouterr()
     assert seen[0].tune.learning_rates == (0.003, 0.006)
@@ -275,6 +276,7 @@ def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch
 def test_tune_on_the_command_line_checks_rates_at_full_length(tmp_path, monkeypatch, capsys):
     """A quarter of 150 steps chose a rate for dense that is worse at full length than the untuned one."""
     seen = []
+    monkeypatch.setattr("relinear.compare.requirements.compare_requirements", lambda *_, **__: {})
     monkeypatch.setattr("relinear.compare.run.compare", lambda settings, *_, **__: seen.append(settings) or exit(0))
     with pytest.raises(SystemExit):
         main(["compare", "-o", "dense", "--tune", "--set", "tune.fraction=0.5", "--out", str(tmp_path / "out")])

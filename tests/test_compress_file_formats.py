@@ -27,8 +27,9 @@ FILES = {"relinear": "model/model.safetensors", "llama.cpp": "model.gguf"}
 FILES["vllm"] = "compressed-tensors/model.safetensors"
 
 
-def small(tied: bool = True):
-    return llama(hidden_size=64, intermediate_size=256, vocab_size=640, num_hidden_layers=3, tie_word_embeddings=tied)
+def small(tied: bool = True, layers: int = 2):
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 640, "num_hidden_layers": layers}
+    return llama(**sizes, tie_word_embeddings=tied)
 
 
 def carried_out(reader: str, folder, model, **asked):
@@ -39,7 +40,7 @@ def carried_out(reader: str, folder, model, **asked):
 
 
 #: reader, whether tables are tied, size
-ASKED = [("relinear", True, 0.4), ("llama.cpp", True, "170kB"), ("llama.cpp", False, 0.5), ("vllm", True, 0.6)]
+ASKED = [("relinear", True, 0.4), ("llama.cpp", True, "125kB"), ("llama.cpp", False, 0.5), ("vllm", True, 0.6)]
 
 
 class Sized(NamedTuple):
@@ -121,7 +122,7 @@ def test_a_plan_of_bytes_needs_diagonals_of_gradients_and_only_types_that_its_re
 def test_vllm_reads_layers_that_it_fuses_in_one_scheme(sized) -> None:
     report = sized(*ASKED[3]).report
     chosen = {name: layer.operator for name, layer in report.plan.layers.items()}
-    for layer in range(3):
+    for layer in range(2):
         prefix = f"model.layers.{layer}"
         assert len({chosen[f"{prefix}.self_attn.{part}_proj"] for part in "qkv"}) == 1
         assert len({chosen[f"{prefix}.mlp.{part}_proj"] for part in ("gate", "up")}) == 1
@@ -143,7 +144,7 @@ def test_layers_that_become_the_same_add_up() -> None:
 @pytest.mark.parametrize("tied", mostly_slow([True, False], False))
 def test_the_table_is_weighed_by_lookup_and_by_head(tied: bool) -> None:
     """What rounding embedding and head is predicted to cost is the rise of the loss, about."""
-    model, ids = small(tied), torch.randint(0, 640, (64, 16), generator=torch.Generator().manual_seed(0))
+    model, ids = small(tied, 1), torch.randint(0, 640, (64, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(ids).logits[:, :-1].log_softmax(-1)
     settings = SETTINGS | {"bits": 4.6, "candidates": ["quantized:group=32"], "tokens": 1024}

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from compare_helpers import losses, small
+from conftest import mostly_slow
 from relinear.compare import executors
 from relinear.compare.executors import ProcessExecutor, executor_at
 from relinear.compare.run import compare
@@ -67,7 +69,11 @@ def kill(number):
     os.kill(number, signal.SIGKILL)
 
 
-def test_a_call_is_a_process_of_its_own():
+@pytest.mark.parametrize("start", mostly_slow(["forkserver", "fork"], "fork"))
+def test_a_call_is_a_process_of_its_own(start, monkeypatch):
+    if start == "fork":  # a server imports everything once more
+        monkeypatch.setattr(executors, "_CONTEXT", multiprocessing.get_context("fork"))
+        monkeypatch.setattr(executors, "_start_server", lambda: None)
     with ProcessExecutor(2) as executor:
         numbers = {executor.submit(os.getpid).result() for _ in range(2)} | {os.getpid()}
         assert len(numbers) == 3

@@ -22,9 +22,8 @@ NEEDS_READER = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None,
     reason="reading needs compressed-tensors: pip install 'relinear[compressed]'",
 )
-ALONE = (
-    WITHOUT_RELINEAR
-    + """
+READ = """
+import sys
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -37,7 +36,6 @@ for directory in sys.argv[1:]:
         found |= {n: m.weight.clone() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         save_file(found, f"{directory}/{dtype}")
 """
-)
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 SYMMETRIC = {
     r".*\.(q|k|v)_proj": relinear.Quantized(bits=4, group=32, symmetric=True),
@@ -70,7 +68,7 @@ def model_of(kind: str, operators: dict, **settings):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict:
-    """Models, folders, and what one process without relinear reads: logits, tokens, matrices of layers."""
+    """Models, folders, and what transformers reads: logits, tokens, matrices of layers."""
     made = {}
     for kind, operators in itertools.product(CONFIGS, OPERATORS):
         model = model_of(kind, OPERATORS[operators], tie_word_embeddings=operators == "odd")
@@ -79,9 +77,9 @@ def exported(tmp_path_factory) -> dict:
         export_compressed_tensors(model, folder, tokenizer=load_tokenizer("bytes"))
         assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
         made[kind, operators] = model, folder
-    command = [sys.executable, "-c", ALONE, *(str(folder) for _, folder in made.values())]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-    assert ran.returncode == 0, ran.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["", *(str(folder) for _, folder in made.values())])
+        exec(READ, {})
     return {
         case: (model, folder, load_file(folder / "float32"), load_file(folder / "bfloat16"))
         for case, (model, folder) in made.items()
@@ -113,6 +111,20 @@ def test_symmetric_integers_come_back_to_the_bit(kind: str, exported) -> None:
         assert torch.equal(half[name], operator.to_dense().bfloat16()), name
         assert torch.equal(found[name], operator.to_dense()), name
     assert_same(found, model, atol=1e-4)
+
+
+@NEEDS_READER
+@pytest.mark.slow
+def test_a_process_without_relinear_reads_the_same(exported) -> None:
+    folders = [str(folder) for _, folder, *_ in exported.values()]
+    command = [sys.executable, "-c", WITHOUT_RELINEAR + READ, *folders]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert ran.returncode == 0, ran.stderr
+    for _, folder, *found in exported.values():
+        for before, dtype in zip(found, ("float32", "bfloat16"), strict=True):
+            after = load_file(folder / dtype)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 @NEEDS_READER

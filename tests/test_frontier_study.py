@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from conftest import REPOSITORY
+from conftest import REPOSITORY, mostly_slow
 from gguf_helpers import llama, tokenizer_of
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", mostly_slow([True, False], True))
 def test_rows_of_the_layers_alone_share_a_calibration_of_two_corpora(tied: bool, tmp_path, monkeypatch) -> None:
     pytest.importorskip("numba")
     monkeypatch.syspath_prepend(str(REPOSITORY / "results" / "compress"))

@@ -188,7 +188,7 @@ def test_patterns_that_are_not_taken(pattern):
         check_patterns([pattern])
 
 
-@pytest.mark.parametrize("text", ["[" * 3_000, "[" + "a," * 200_000 + "]"])
+@pytest.mark.parametrize("text", ["[" * 1_000, "[" + "a," * 200_000 + "]"])
 def test_texts_without_end_are_refused_early(text):
     with pytest.raises(ValueError, match=r"nested too deeply|longer than 100,000 characters"):
         read_value(text, "settings.yaml")

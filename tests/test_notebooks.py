@@ -24,6 +24,7 @@ def test_a_notebook_runs(name, corpus, tmp_path, monkeypatch):
     text, fewer = re.subn(r"^STEPS = \d+$", "STEPS = 2", text, flags=re.M)
     assert fewer == 1
     text = text.replace('"data": "stdlib"', f'"data": {str(corpus)!r}')  # which takes longer to read than the rest
+    text = text.replace('"batch_size": 16', '"batch_size": 2')
     text = text.replace('"max_validation_tokens": 16384', '"max_validation_tokens": 2560')
     monkeypatch.setitem(registry._REGISTRY, "operator", dict(registry._REGISTRY["operator"]))
     monkeypatch.chdir(tmp_path)

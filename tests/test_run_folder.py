@@ -370,12 +370,14 @@ def test_commands_refuse_names_of_theirs_that_are_taken(command, saved, tmp_path
     assert capfd.readouterr().err.endswith("error: taken is a file; give a directory\n")
 
 
-@pytest.mark.parametrize("command", [["report", "{run}", "--out"], ["explore", "{model}", "--static"]])
+@pytest.mark.parametrize(
+    "command", [["report", "{run}", "--out"], ["explore", "{model}", "--data", "{text}", "--static"]]
+)
 def test_pages_replace_pages_alone(command, saved, tmp_path, monkeypatch, capfd):
     shutil.copytree(FIXTURES / "comparison", tmp_path / "run")
     page = tmp_path / "page.html"
     put(page, f"{MINE} – relinear")
-    places = {"{model}": str(saved), "{run}": str(tmp_path / "run")}
+    places = {"{model}": str(saved), "{run}": str(tmp_path / "run"), "{text}": str(FIXTURES / "text.txt")}
     arguments = [*(places.get(word, word) for word in command), str(page)]
     monkeypatch.setattr("relinear.explore.page.static_page", lambda *arguments: GENERATOR)
     assert main(arguments) == 2
