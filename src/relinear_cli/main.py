@@ -4,6 +4,7 @@ These modules import only typer, ``options`` and the standard library at the top
 with it torch and transformers, when it runs. So ``--help`` and completion are fast.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
 
 from relinear_cli.errors import USER_ERROR, exit_code
 
@@ -159,9 +161,14 @@ for _name in COMMANDS:
     app.command(_name, cls=_Command, rich_help_panel=COMMANDS[_name])(command_of(_name))
 
 
+@functools.cache  # takes ten times as long as a command that is refused
+def _program() -> Any:
+    return get_command(app)
+
+
 def _invoke(arguments: Sequence[str]) -> int | None:
     try:
-        result: Any = app(args=_without_imports(arguments), prog_name="relinear", standalone_mode=False)
+        result: Any = _program()(args=_without_imports(arguments), prog_name="relinear", standalone_mode=False)
     except _WrappedInterrupt as wrapped:
         raise wrapped.args[0] from None
     except typer.Abort as error:
