@@ -371,7 +371,11 @@ def test_commands_refuse_names_of_theirs_that_are_taken(command, saved, tmp_path
 
 
 @pytest.mark.parametrize(
-    "command", [["report", "{run}", "--out"], ["explore", "{model}", "--data", "{text}", "--static"]]
+    "command",
+    [
+        ["report", "{run}", "--out"],
+        ["explore", "{model}", "--data", "{text}", "--sequences", "2", "--static"],
+    ],
 )
 def test_pages_replace_pages_alone(command, saved, tmp_path, monkeypatch, capfd):
     shutil.copytree(FIXTURES / "comparison", tmp_path / "run")
