@@ -187,12 +187,12 @@ def test_what_a_killed_calibration_could_not_take_away_goes(tmp_path) -> None:
 def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
     first, second = tokens(512)[0].view(-1, 16), tokens(512)[0].flip(0).view(-1, 16)
     mixed = torch.stack([first, second], 1).flatten()
-    found = []
+    found, settings = [], LOW_RANK | {"tokens": 512}
     for texts in ({"first": [first.flatten()], "second": [second.flatten()]}, [mixed]):
         folder = tmp_path / str(len(found))
-        found.append(compress(tiny(), texts, settings=LOW_RANK, out_dir=folder, plan_only=True).corpus)
+        found.append(compress(tiny(), texts, settings=settings, out_dir=folder, plan_only=True).corpus)
     assert torch.equal(found[0].blocks, found[1].blocks)
-    assert found[0].kinds == [0, 1] * 8
+    assert found[0].kinds == [0, 1] * 16
 
 
 def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatch) -> None:
