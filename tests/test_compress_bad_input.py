@@ -103,7 +103,7 @@ def test_sequences_longer_than_the_model_takes(tmp_path) -> None:
 
 def test_the_default_window_is_no_longer_than_the_model_reads(tmp_path) -> None:
     """A window that the user asked for is refused, by the command line too, and resuming finds the same settings."""
-    model, out, settings = tiny("gpt2"), tmp_path / "out", dict(LOW_RANK)
+    model, out, settings = tiny("gpt2"), tmp_path / "out", LOW_RANK | {"tokens": 512}
     del settings["sequence_length"]
     for given in (settings, CompressSettings(**settings)):
         report = compress(model, tokens(), settings=given, out_dir=out, plan_only=True)
