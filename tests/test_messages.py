@@ -240,7 +240,7 @@ def address(monkeypatch):
         return [text, value]
 
     server = explore_server.make_server([], "127.0.0.1", 0)
-    server.subjects = [None]  # whom `echo` does not ask
+    server.models = [None]  # whom `echo` does not ask
     monkeypatch.setitem(explore_server._ROUTES, ("POST", "/api/echo"), echo)
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
