@@ -84,6 +84,9 @@ def _environment(tmp_path_factory):
         patch.delenv("COLUMNS", raising=False)  # tables have the width of a pipe, whatever the terminal's is
         patch.setattr("accelerate.utils.memory.clear_device_cache", lambda **options: None)  # collects garbage
         patch.setattr("os.fsync", lambda handle: None)  # no test cuts the power, and every run waits dozens of times
+        for backend in (torch.cuda, torch.xpu):
+            if not backend.is_available():  # every seed would be kept for it with the whole stack, in milliseconds
+                patch.setattr(backend, "manual_seed_all", lambda seed: None)
         yield
 
 

@@ -225,7 +225,7 @@ def test_variational_form_draws_in_training_only(ids):
 
 
 def test_compiles_without_graph_breaks(ids):
-    model = make_cgt()
+    model = make_cgt(n_layer=2, context_layer=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)

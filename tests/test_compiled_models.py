@@ -169,11 +169,15 @@ def test_inductor_takes_the_same_steps(name, how):
         check_steps(name, how, True, 1e-3)
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "ccl"))
-def test_decoding_with_a_static_cache_is_one_graph(name):
+#: the fast one is traced and not taken apart, which takes as long again
+DECODED = [("ccl", "eager"), *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in MODELS)]
+
+
+@pytest.mark.parametrize(("name", "backend"), DECODED)
+def test_decoding_with_a_static_cache_is_one_graph(name, backend):
     graphs, model = Graphs(), MODELS[name]().eval()
     relinear.for_inference_(model)
-    compilation = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    compilation = CompileConfig(backend=backend, mode=None, fullgraph=True)
     compilation._compile_all_devices = True
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for ids in BATCHES:

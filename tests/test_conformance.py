@@ -4,7 +4,7 @@ import accelerate
 import pytest
 import torch
 
-from cases import CASES, model_with
+from cases import CASES, case_of_every_kind, model_with
 from conftest import mostly_slow
 from relinear.contract.operator import OperatorConfig
 from relinear.kernels import native
@@ -29,24 +29,6 @@ class TestOperators(OperatorConformance):
     @pytest.mark.parametrize("mode", ["train", "eval"])
     def test_compiles_with_inductor(self, case: Case, mode: str) -> None:
         super().test_compiles_with_inductor(case, mode)
-
-    @pytest.mark.parametrize("place", mostly_slow(["cpu", "disk"], "disk"))
-    def test_offloaded_weights(self, case: Case, place: str, tmp_path) -> None:
-        """In a model whose weights are kept elsewhere."""
-        model = model_with(case)
-        ids = torch.randint(0, 96, (2, 7))
-        with torch.no_grad():
-            expected = model(ids).logits
-            if place == "cpu":
-                accelerate.cpu_offload(model, torch.device("cpu"))
-            else:
-                accelerate.disk_offload(model, tmp_path, torch.device("cpu"))
-            assert all(parameter.is_meta for parameter in model.parameters())
-            first, second = model(ids).logits, model(ids).logits
-        assert_close(model(ids).logits.detach(), expected, 1e-6)  # outside of no_grad, as many call per model
-        # one layer runs in another form here than with its weights in place: in one kernel or in two
-        assert_close(first, expected, 1e-6)
-        assert torch.equal(first, second)
 
     def test_gradients_within_autocast(self, case: Case) -> None:
         """Also of a backward pass that runs within it, which recomputation and compilers do."""
@@ -79,6 +61,26 @@ class TestOperators(OperatorConformance):
             assert_close(lowered(module, x, context), call(module, x, context), 1e-12)
             exact = gradients(module, x, context)
             assert_same_gradients(gradients(module, x, context, lowered), exact, 1e-11)
+
+
+@case_of_every_kind
+@pytest.mark.parametrize("place", mostly_slow(["cpu", "disk"], "disk"))
+def test_offloaded_weights(case: Case, place: str, tmp_path) -> None:
+    """In a model whose weights are kept elsewhere."""
+    model = model_with(case)
+    ids = torch.randint(0, 96, (2, 7))
+    with torch.no_grad():
+        expected = model(ids).logits
+        if place == "cpu":
+            accelerate.cpu_offload(model, torch.device("cpu"))
+        else:
+            accelerate.disk_offload(model, tmp_path, torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        first, second = model(ids).logits, model(ids).logits
+    assert_close(model(ids).logits.detach(), expected, 1e-6)  # outside of no_grad, as many call per model
+    # one layer runs in another form here than with its weights in place: in one kernel or in two
+    assert_close(first, expected, 1e-6)
+    assert torch.equal(first, second)
 
 
 def test_every_operator_has_a_row() -> None:

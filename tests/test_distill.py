@@ -260,7 +260,7 @@ def test_the_original_models_outputs_are_the_target(loss):
         ".*1.self_attn.q_proj": relinear.LowRank(rank=32),
         ".*1.self_attn.v_proj": relinear.LowRank(rank=16),
     }
-    settings = SETTINGS | {"epochs": 8, "loss": loss, "retrain": "o_proj"}
+    settings = SETTINGS | {"epochs": 4, "loss": loss, "retrain": "o_proj"}
     relinear.distill_(other, mapping, corpus(), settings=settings)
     report = relinear.distill_(model, mapping, corpus(), settings=settings | {"target": "original"})
     if loss == "kl":
@@ -412,7 +412,7 @@ def test_resuming_is_exact(tmp_path, more):
             model,
             {".*[qv]_proj" if more else "q_proj": relinear.Rotor(scale=True)},
             corpus(),
-            settings=SETTINGS | more,
+            settings=SETTINGS | more | {"tokens": 512},
             out_dir=folder,
             overwrite=overwrite,
             on_progress=watch,

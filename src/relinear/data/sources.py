@@ -77,7 +77,7 @@ class Source:
 def stdlib_source() -> Source:
     """Return one document per file of Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]  # thousands of files of packages
         files += [Path(folder, name) for name in names if name.endswith(".py")]
