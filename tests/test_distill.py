@@ -443,7 +443,7 @@ def test_wrong_inputs_change_nothing(tmp_path):
     for mapping, data, settings, match in [
         ({"q_proj": rank}, corpus(blocks=3), SETTINGS, "the corpus has"),
         ({"q_proj": rank}, ["text"], SETTINGS, "tokenizer"),
-        ({"nothing": rank}, corpus(), SETTINGS, "nearest"),
+        ({"nothing": rank}, corpus(), SETTINGS, "matches no module; known"),
         ({"q_proj": None}, corpus(), SETTINGS, "nothing to distill"),
         ({"q_proj": rank}, corpus(), SETTINGS | {"token": 1}, "unknown setting"),
         ({"q_proj": rank}, corpus(), SETTINGS | {"retrain": "nothing"}, "matches no linear layer"),
