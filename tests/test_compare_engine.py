@@ -20,6 +20,7 @@ from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import measure_size, plan_comparison, resize_entry
+from relinear.compare.recipe import change_recipe
 from relinear.compare.report import write_report
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.results import gap_notes
@@ -840,5 +841,9 @@ def test_wrong_sizes(changes, said):
 def test_widths_are_read_under_their_old_name():
     recipe = {"entries": {"dense": "dense"}, "reference": "dense"}
     widths = CompareSettings.load(recipe | {"widths": [16, 32, 48, 64]})
+    earlier = recipe | {"sizes": {"widths": [16, 32, 48, 64]}}
     with pytest.warns(DeprecationWarning, match="sizes has a new name: widths"):
-        assert CompareSettings.load(recipe | {"sizes": {"widths": [16, 32, 48, 64]}}) == widths
+        assert CompareSettings.load(earlier) == widths
+    for written, key in ((earlier, "widths"), (recipe | {"widths": earlier["sizes"]}, "sizes")):
+        changed = change_recipe(written, {f"{key}.tokens_per_parameter": 20})
+        assert changed["widths"] == {"widths": [16, 32, 48, 64], "tokens_per_parameter": 20}

@@ -7,13 +7,14 @@ from typing import Any
 from relinear.contract import plugins
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.yaml_settings import apply_overrides, read_yaml, without_key
+from relinear.deprecated import RENAMED_SETTINGS
 from relinear.system.text import shorten
 
 #: the recipes that come with relinear
 BUNDLED = Path(__file__).parent / "recipes"
 #: settings that say the same in several ways: one that is given replaces those of a recipe
 _ALTERNATIVES = (
-    ("tokens", "budgets", "train.steps", "widths.tokens_per_parameter", "sizes.tokens_per_parameter"),
+    ("tokens", "budgets", "train.steps", "widths.tokens_per_parameter"),
     ("train.warmup_steps", "train.warmup_ratio"),
 )
 
@@ -26,6 +27,7 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     Raises:
         ValueError: as ``apply_overrides``.
     """
+    values, changes = _with_new_names(values), _with_new_names(changes)
     for keys in _ALTERNATIVES:
         if not changes.keys().isdisjoint(keys):
             for key in keys:
@@ -37,6 +39,13 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
         recipe = "" if "entries" in changes else f" The recipe: {values.get('description', '')}"
         changed["description"] = f"Changed on the command line: {listed}.{recipe}"
     return changed
+
+
+def _with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with settings of 0.2, also as the first part of a dotted name, under their new names."""
+    names = RENAMED_SETTINGS["CompareSettings"]
+    parts = {key: key.partition(".") for key in values}
+    return {names.get(head, head) + dot + rest: values[key] for key, (head, dot, rest) in parts.items()}
 
 
 def find_recipe(name: str | Path) -> Path:
