@@ -768,13 +768,23 @@ def test_wrong_budgets(changes, said):
 # Sizes
 
 
+def made_up_speeds(settings, reference, *_):
+    """What ``measure_speed`` would return if speed fell with the width."""
+    widths = {name: values["model_overrides"]["hidden_size"] for name, values in settings.items()}
+    found = {"reference": reference, "rounds": 3, "processor": "none"}
+    speeds = {f"{mode}_{what}" for mode in ("train", "inference") for what in ("ratio", "tokens_per_second")}
+    return {name: found | dict.fromkeys(speeds, 1e6 / width) for name, width in widths.items()}
+
+
 @pytest.fixture(scope="module")
 def scaled(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("sizes") / "out"
     recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
-    recipe |= {"widths": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.01, "rounds": 3}}
+    recipe |= {"widths": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 1, "rounds": 3}}
     recipe["train"] |= {"save_model": False, "learning_rate": 0.01, "eval_every": 0}
-    return out, recipe, compare(recipe, out, workers=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("relinear.compare.run.measure_speed", made_up_speeds)
+        return out, recipe, compare(recipe, out, workers=0)
 
 
 def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch):
