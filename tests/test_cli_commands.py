@@ -60,6 +60,7 @@ def test_help_shows_options_in_groups(capfd):
 ASKS_FOR_MORE = {
     *("replace", "attach", "exclude", "overrides", "operators", "recipe", "plan", "export", "evaluate_on", "retrain"),
     *("model", "check", "control", "static", "lambada", "max_tokens", "limit", "sizes", "csv", "latex"),
+    "preregistration",
 }
 SAYS_WITHOUT = r"default|\belse\b|[Ii]n place of|leaves torch's choice|where no "
 
