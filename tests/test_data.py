@@ -539,6 +539,15 @@ def test_wrong_places(tmp_path):
         texts(tmp_path / "page.html")
 
 
+def test_a_compressed_file_without_a_format_is_left_out(tmp_path):
+    for name in ("a.txt", "dump.gz"):
+        (tmp_path / name).write_text(f"text {name}")
+    with pytest.warns(UserWarning, match=r"dump\.gz"):
+        assert texts(tmp_path, "all") == ["text a.txt"]
+    with pytest.raises(ValueError, match=r"no file can be read \(dump\.gz\)"):
+        texts(tmp_path / "dump.gz")
+
+
 def test_wrong_split(rows):
     with pytest.raises(ValueError, match=r"no 'test' split; it has train, validation, all"):
         texts(rows, "test")

@@ -144,8 +144,8 @@ def local_sources(path: Path, config: str | None, settings: DataSettings) -> tup
 
 
 def _format_of(name: str) -> str | None:
-    suffixes = Path(name.lower()).suffixes
-    return FORMATS.get((suffixes[:-1] if suffixes and suffixes[-1] in _COMPRESSED else suffixes or [""])[-1])
+    path = Path(name.lower())
+    return FORMATS.get((path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix)
 
 
 def _split_of(name: str) -> str:
