@@ -160,8 +160,17 @@ def test_wrong_edits_are_refused_before_anything_changes(model, interventions, m
     assert all(operator._latent_hook is None for operator in latent_operators(model).values())
 
 
-def test_values_that_do_not_fit_the_tokens_are_refused(model) -> None:
-    interventions = {Q0: activations.Patch(torch.zeros(2, 5, 6))}
+@pytest.mark.parametrize(
+    "intervention",
+    [
+        activations.Patch(torch.zeros(2, 5, 6)),
+        activations.Clamp(torch.ones(3, 1, 1, 6)),
+        activations.Clamp(maximum=torch.ones(3, 1, 1, 6)),
+    ],
+    ids=["patch", "minimum", "maximum"],
+)
+def test_values_that_do_not_fit_the_tokens_are_refused(model, intervention) -> None:
+    interventions = {Q0: intervention}
     with activations.intervene(model, interventions), pytest.raises(ValueError, match="do not broadcast"):
         model(IDS)
 

@@ -79,8 +79,8 @@ class Clamp(_DimensionIntervention):
     def change(self, activation: Activation) -> Tensor:
         z = activation.z
         if self.minimum is not None:
-            z = torch.maximum(z, _like(self.minimum, z))
-        return z if self.maximum is None else torch.minimum(z, _like(self.maximum, z))
+            z = torch.maximum(z, _broadcastable(self.minimum, z))
+        return z if self.maximum is None else torch.minimum(z, _broadcastable(self.maximum, z))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,12 +152,8 @@ class Inject(Patch):
         super().__init__(source)
 
 
-def _like(value: Values, z: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=z.dtype, device=z.device)
-
-
 def _broadcastable(value: Values, z: Tensor) -> Tensor:
-    value = _like(value, z)
+    value = torch.as_tensor(value, dtype=z.dtype, device=z.device)
     extra = value.ndim > z.ndim
     if extra or any(v not in (1, s) for v, s in zip(reversed(value.shape), reversed(z.shape))):
         raise ValueError(
