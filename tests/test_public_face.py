@@ -188,9 +188,14 @@ def test_reloading_the_package() -> None:
 def test_the_version_is_one_and_the_changelog_speaks_of_it() -> None:
     repository = Path(__file__).parents[1]
     text = (repository / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"\n## {relinear.__version__} (" in text
-    assert f"\nversion: {relinear.__version__}\n" in (repository / "CITATION.cff").read_text(encoding="utf-8")
+    released = re.findall(r"(?m)^## (\S+) \(", text)[0]
+    if "\n## Unreleased\n" in text:
+        assert relinear.__version__.endswith(".dev0")
+        assert relinear.__version__ > released
+    else:
+        assert relinear.__version__ == released
+    assert f"\nversion: {released}\n" in (repository / "CITATION.cff").read_text(encoding="utf-8")
     assert max(map(len, text.splitlines())) <= 120
-    section = text.split(f"\n## {relinear.__version__} ")[1].split("\n## ")[0]
+    section = text.split(f"\n## {released} ")[1].split("\n## ")[0]
     assert len(re.sub(r"(?m)^(-|#+) ", "", section).split()) <= 900
     assert set(re.findall(r"(?m)^### (.*)", text)) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
