@@ -157,7 +157,7 @@ class HookPoint:
 
     Attributes:
         module: whose forward computes the value.
-        name: of the value in the module.
+        name: name of the value in the module.
         size: R, the number of its dimensions.
         kind: "latent", "gate" or another ``hook_kind``, or "output".
     """

@@ -55,7 +55,7 @@ class Clamp(_DimensionIntervention):
 
     Attributes:
         minimum: a number or (R,); None for no bound.
-        maximum: likewise; at least one of the two is given.
+        maximum: a number or (R,); None for no bound. At least one of the two is given.
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:

@@ -103,7 +103,7 @@ class LatentDistribution(NamedTuple):
     """Distribution of a latent over tokens.
 
     Attributes:
-        mean: of its dimensions (R,).
+        mean: mean of its dimensions (R,).
         std: standard deviation of its dimensions (R,).
     """
 

@@ -64,7 +64,7 @@ class AuxiliaryLossMixin(nn.Module):
         not depend on tokens outside of ``mask``.
 
         Args:
-            value: as recorded: (B, T, ...), (B T, ...), or any shape if the layer runs alone.
+            value: what was recorded: (B, T, ...), (B T, ...), or any shape if the layer runs alone.
             mask: bool, with the leading sizes of ``value``; None for all tokens.
         """
         if mask is None:

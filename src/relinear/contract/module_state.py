@@ -15,9 +15,8 @@ _ALL_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forw
 def training_modes_restored(model: nn.Module) -> Iterator[None]:
     """Restore the training mode of every module after the block.
 
-    ``model.train(mode)`` would set all modules to the root's mode, also those that stay in eval mode, such as a frozen
-    vision tower.
-    A module that was added within the block gets the mode of the module that it replaced, else its parent's.
+    ``model.train(mode)`` would give all modules one mode, also those that stay in eval mode, such as a frozen vision
+    tower. A module that was added within the block gets the mode of the module that it replaced, else its parent's.
     """
     modules = list(model.named_modules())
     modes = [(module, module.training) for _, module in modules]

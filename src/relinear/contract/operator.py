@@ -96,7 +96,7 @@ class OperatorConfig(Config):
             in_features: size of the last dimension of the input.
             out_features: size of the last dimension of the output.
             bias: whether an additive bias is learnt, as in ``nn.Linear``.
-            device, dtype: of the parameters, as in ``nn.Linear``.
+            device, dtype: where and as what parameters are made, as in ``nn.Linear``.
 
         Raises:
             ValueError: if a size is not positive or does not fit the settings.

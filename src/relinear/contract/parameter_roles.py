@@ -52,7 +52,7 @@ class ParamRole(NamedTuple):
         relative to the base width.
 
         Args:
-            ratio: as in ``lr_scale``.
+            ratio: width over base width, as in ``lr_scale``.
         """
         if not self.fan_in or ratio == 1:
             return 1.0

@@ -31,9 +31,9 @@ class AffineParameters(nn.Module):
     Initialised as in ``nn.Linear`` and ``nn.LayerNorm``.
 
     Args:
-        shape: of the weight.
+        shape: shape of the weight.
         bias: whether there is a bias, as long as the weight's first dimension.
-        device, dtype: of both.
+        device, dtype: where and as what both are made.
     """
 
     bias: nn.Parameter | None

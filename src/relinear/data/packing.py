@@ -81,7 +81,7 @@ class PackedData:
 
     Attributes:
         train: blocks of tokens, or samples of a task.
-        validation: likewise.
+        validation: the same of the validation split.
         tokenizer: a Hugging Face tokenizer, to be saved with the model; None for a task of vectors.
         vocab_size: entries that the embedding needs; None for a task of vectors.
         description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; files not read.

@@ -110,7 +110,7 @@ def local_sources(path: Path, config: str | None, settings: DataSettings) -> tup
     Args:
         path: the file, folder or pattern.
         config: a configuration of the README.md; None for its default.
-        settings: of which ``text_column``, ``max_documents`` and ``cache_dir`` are used.
+        settings: the corpus's; ``text_column``, ``max_documents`` and ``cache_dir`` are used.
 
     Raises:
         ValueError: if there is nothing to read, or reading fails.
@@ -222,11 +222,11 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
     """Call ``datasets.load_dataset`` without its progress bars; stream if only the first documents are wanted.
 
     Args:
-        name: of a builder or data set.
-        settings: of the corpus.
+        name: name of a builder or data set.
+        settings: settings of the corpus.
         key: JSON value that determines the folder in relinear's cache; None uses the cache of ``datasets``.
-        config: of the data set.
-        **options: of the builder.
+        config: configuration of the data set.
+        **options: further options of the builder.
 
     Raises:
         ValueError: if the data cannot be read, with the message of the library that failed.

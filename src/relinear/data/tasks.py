@@ -123,7 +123,7 @@ class ArithmeticTask(Task):
     Attributes:
         tasks: number of tasks in a sample. This and the other defaults are the paper's.
         examples: number of examples in a task.
-        digits: of the two integers.
+        digits: number of digits of the two integers.
         a: interval from which the coefficient is drawn uniformly.
         b: the same.
         integers: draw whole coefficients (both ends of the intervals included), an easier task.

@@ -82,7 +82,7 @@ def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any
     Args:
         documents: the training split.
         size: entries, including 256 bytes and two special tokens.
-        total_characters: of all documents. A large corpus is trained on the same leading share of every document.
+        total_characters: size of all documents. Of a large corpus the same leading share of each document is used.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -243,7 +243,7 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
     """Divide ids into windows of ``length`` that each begin with ``start``; an incomplete window at the end is dropped.
 
     Args:
-        ids: of text, without special tokens around it.
+        ids: token ids of text, without special tokens around it.
         start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not added if it is there already.
         length: tokens per window.
 

@@ -47,7 +47,7 @@ def ccl(
         basis_gate, basis_gate_bias: (R, G) and (R,), the gate network's output layer for g_basis; None: g_basis = 1.
         output_gate, output_gate_bias: (O, G) and (O,), the same for g_out; None: g_out = 1.
         gate_bias: whether g_out gates the bias too (Eq. 4); False is the paper's Figure 3, y * g_out + b.
-        eps: of the LayerNorm.
+        eps: added to the LayerNorm's variance.
     """
     g_basis = _gate(features, basis_gate, basis_gate_bias)
     g_out = _gate(features, output_gate, output_gate_bias)

@@ -88,7 +88,7 @@ def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
 
     Args:
         kl: (...,), of each token (``gaussian_kl`` summed over dimensions).
-        bound: in nats.
+        bound: largest KL of a token, in nats.
 
     Returns:
         the loss of each token (...,), and whether it is clamped (...,).
@@ -166,7 +166,7 @@ def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[
     Args:
         weight: (O, I).
         blocks: K.
-        rank: of the low-rank part, at most min(O, I); may be 0.
+        rank: rank of the low-rank part, at most min(O, I); may be 0.
 
     Returns:
         blocks (K, O/K, I/K), down (rank, I) with orthonormal rows, up (O, rank); in float64.

@@ -23,9 +23,9 @@ class KType(NamedTuple):
     Attributes:
         group: inputs that share a scale.
         symmetric: whether there are no offsets.
-        bits: of the integer multiples that scales and offsets are.
-        parts: of a block of ``SUPER`` weights, in the order in which they are stored: the codes' low bits (2 or 4),
-            their high bits, the multiples, the units.
+        bits: bits of the integer multiples that scales and offsets are.
+        parts: what a block of ``SUPER`` weights stores, in this order: the codes' low bits (2 or 4), their high bits,
+            the multiples, the units.
     """
 
     group: int

@@ -251,7 +251,7 @@ def rotor_layer(
         out_features: size of the result.
         window: V.
         product: ``sandwich_windows``, or its kernel.
-        layout: of the windows, see ``to_windows``.
+        layout: layout of the windows, see ``to_windows``.
         orders: (W V,), the order in which each term reads a window (``term_orders``); None for the natural order.
 
     Returns:
@@ -358,7 +358,8 @@ def rotor_network(
 
     Args:
         x: (N, in_features).
-        left, right: of every layer, with its o output and i input windows: (o, i, S, L, L) and (o, i, S, R, R).
+        left, right: factors of every layer, with its o output and i input windows: (o, i, S, L, L) and
+            (o, i, S, R, R).
         orders: (B, V), from ``branch_orders``; None for no permutation.
         slopes, mix: (B,), as for ``mixed_branches``.
         bias: (out_features,), or None.

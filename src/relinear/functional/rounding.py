@@ -173,8 +173,8 @@ def with_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: in
         weight: (O, I).
         grid: the grid of ``weight``.
         group, symmetric, importance: as for ``nearest_grid``.
-        bits: of the multiples, which have a sign if ``symmetric``. No multiple of a scale is 0, as all codes would then
-            mean the same.
+        bits: bits of the multiples, which have a sign if ``symmetric``. No multiple of a scale is 0, as all codes would
+            then mean the same.
     """
     blocks = (-1, SUPER // group, group)
     w, h = (t.unflatten(-1, blocks) for t in (weight, _error_weights(weight, importance)))
@@ -356,7 +356,7 @@ def change_codes(
         scale, zero, top: (O,), of input i's group.
         moment: A_ii.
         parts: number of groups of rows; rows o, o + parts, ... are one.
-        levels: of the ``Grid``.
+        levels: levels of the ``Grid``.
     """
     for part in range(parts):
         rows = slice(part, None, parts)

@@ -50,7 +50,7 @@ class _Stack(NamedTuple):
 
     Attributes:
         owner: the module whose forward runs them.
-        layers: in order.
+        layers: the decoder layers in order.
     """
 
     owner: nn.Module

@@ -17,7 +17,7 @@ class SubBlock(NamedTuple):
 
     Attributes:
         layer: index of the decoder layer.
-        role: of the module.
+        role: which of the two the module is.
         module: the attention or MLP.
         owner: the decoder layer.
         norm_name: its attribute with the sub-block's input norm, which some parallel layers share; None if unknown.

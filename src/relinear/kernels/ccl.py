@@ -70,7 +70,7 @@ def prepare_few_rows(
         x: (..., I).
         width: features of the context, 0 without gates.
         trunk: weights and biases of the gate network's hidden layers, in turn.
-        parameters: of ``ccl``, from the basis to the output gate's bias.
+        parameters: arguments of ``ccl``, from the basis to the output gate's bias.
         gate_bias: as in ``ccl``.
     """
     if native.few_rows_unsupported(x, *trunk, *parameters):

@@ -179,10 +179,10 @@ def log_choice(kernel: str, implementation: str, shape: str, unsupported: dict[s
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether torch transforms operations: ``torch.func`` (``vmap``, ``jvp``, ``grad``, ...), derivatives in
-    forward mode, or a batch of gradients (``is_grads_batched``).
+    """Return whether torch transforms operations, which no kernel outside of torch supports.
 
-    These do not see a kernel that does not consist of torch's operations. Compilers are handled by the kernels.
+    Transforms are ``torch.func`` (``vmap``, ``jvp``, ``grad``, ...), derivatives in forward mode, and batches of
+    gradients (``is_grads_batched``). Compilers are handled by the kernels.
     """
     if torch.compiler.is_compiling():
         return False

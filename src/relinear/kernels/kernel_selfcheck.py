@@ -53,8 +53,10 @@ def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _on_a_thread(kind: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Run ``_check`` on a new thread, to which the caller's grad mode, autocast, saved-tensor hooks (such as those of
-    checkpointing), dispatch modes and compilers do not apply."""
+    """Run ``_check`` on a new thread, so that the caller's modes do not apply to it.
+
+    They are its grad mode, autocast, saved-tensor hooks (such as those of checkpointing), dispatch modes and compilers.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_check, kind, device, dtype).result()
 

@@ -237,7 +237,7 @@ class Quantized(OperatorConfig):
     A weight takes ``bits`` + 24 / ``group`` bits in half precision, or ``bits`` + 16 / ``group`` if symmetric.
 
     Args:
-        bits: of a weight, 2 to 8.
+        bits: bits per weight, 2 to 8.
         group: inputs that share a scale; the last group of a row may be shorter. On a CPU only multiples of 32 are
             fast.
         symmetric: whether the middle of the integers means zero; if not, every group has a zero point, one byte.

@@ -313,7 +313,7 @@ class Rotor(OperatorConfig):
         scale: a learnt factor for every term and pair of windows; without it a rotor layer cannot change norms.
         init_std: standard deviation of the initial bivector coordinates.
         lr_multiplier: factor on the learning rate of the bivectors in a training recipe.
-        seed: of the permutations.
+        seed: the permutations' seed.
         inner: the width within the network (depth 1 or more), a power of two: "both": the largest that fits into
             inputs and outputs; "input": the largest that fits into the inputs; or a number. Each layer's windows are
             the largest that fit into its two sides.

@@ -134,7 +134,7 @@ class SandwichSum(CachingModule):
         """Return left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
 
         Args:
-            rotors: as ``exponentials`` returns them, if they have been computed already.
+            rotors: what ``exponentials`` returns, if it has been computed already.
         """
         right = self.left if self.right is None else self.right
         wide = torch.promote_types(self.left.dtype, torch.float32)

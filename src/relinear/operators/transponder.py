@@ -1,5 +1,7 @@
-"""Transponder: gates on a projection's output that are computed from its input ("From Transformer to Transponder:
-introducing contextual modulation training for residual learning in LLMs")."""
+"""Transponder: gates on a projection's output that are computed from its input.
+
+Paper: "From Transformer to Transponder: introducing contextual modulation training for residual learning in LLMs".
+"""
 
 # Legend: I in_features, O out_features, R rank
 

@@ -207,7 +207,7 @@ def check_loaded(model: Any, info: Mapping[str, Any]) -> None:
     have another vocabulary (``ignore_mismatched_sizes``).
 
     Args:
-        model: as ``from_pretrained`` returned it.
+        model: the model that ``from_pretrained`` returned.
         info: its ``output_loading_info``.
     """
     prefixes = [name + "." for name, _ in named_operators(model)]

@@ -24,17 +24,17 @@ class Row:
     """Describe one linear layer, operator or attached part.
 
     Attributes:
-        name: in the model.
+        name: its name in the model.
         operator: its settings; for another module, its class.
         in_features: size of the input; None for an attached part.
         out_features: size of the output; None for an attached part.
         parameters: number of weights, including integers.
-        flops_per_token: of the forward pass.
-        parameters_before: of the layer that was replaced, or of a dense layer.
-        flops_before: likewise.
+        flops_per_token: FLOPs of the forward pass.
+        parameters_before: parameters of the layer that was replaced, or of a dense layer.
+        flops_before: FLOPs of that layer.
         bytes: size in a checkpoint, including scales.
         inactive_parameters: those that a token does not use, if tokens are routed.
-        inactive_flops: likewise.
+        inactive_flops: FLOPs of these.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Summary:
         rows: one for every layer, operator and attached part.
         parameters: all weights of the model, including integers; tied weights count once.
         flops_per_token: forward FLOPs of the rows, without attention scores, norms and activations.
-        parameters_before: of the model before layers were replaced.
-        flops_before: likewise.
+        parameters_before: weights of the model before layers were replaced.
+        flops_before: FLOPs of the rows before layers were replaced.
         coverage: which layers were replaced, and why others were not; printed below the table.
         notes: warnings of ``replace_``; printed last.
         bytes: size of the model in a checkpoint.
         inactive_parameters: sum over the rows.
-        inactive_flops: likewise.
+        inactive_flops: sum over the rows.
     """
 
     rows: tuple[Row, ...]

@@ -18,8 +18,8 @@ class Progress:
         stage: the kind of work in one word, for programs.
         detail: the current part of the work.
         loss: the last one, in nats per token.
-        validation_loss: likewise.
-        tokens_per_second: of the last logged steps.
+        validation_loss: the last one, in nats per token.
+        tokens_per_second: speed over the last logged steps.
         run: finished training runs of a comparison.
         runs: all its known training runs.
         seconds_left: until the whole task ends, if known.

@@ -32,7 +32,7 @@ class RunFolder:
     """The folder that a task writes its results into.
 
     Args:
-        path: of the folder, which need not exist.
+        path: the folder, which need not exist.
         task: its name, such as "train".
         record: the file name of its record.
         names: the other files and folders that the task writes at the top of the folder.
@@ -92,7 +92,7 @@ class RunFolder:
         """Return the record to resume from, None if the task starts anew; writes nothing.
 
         Args:
-            settings: of the task, as JSON values.
+            settings: the task's, as JSON values.
             overwrite: existing results will be renamed.
 
         Raises:

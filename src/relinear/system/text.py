@@ -63,7 +63,7 @@ def requirement(error_type: str, value: str, limits: Mapping[str, Any]) -> str |
     """Say what a wrong value must be, as ``must be below 1, got 80; for 80 % write 0.8``.
 
     Args:
-        error_type: of the fault, as pydantic names it.
+        error_type: kind of the fault, as pydantic names it.
         value: the wrong value as text.
         limits: the bounds in pydantic's error.
 

@@ -94,7 +94,7 @@ def _checked_sizes(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[s
     Args:
         layout: name and shape of each tensor, with letters as in an einsum, "x:NI bias:O"; then the dtype if it is not
             that of the first tensor, "up:RO:f32".
-        tensors: in this order; optional ones may be None, but not the first.
+        tensors: the tensors in this order; optional ones may be None, but not the first.
         sizes: known sizes by letter.
 
     Raises:
@@ -334,8 +334,8 @@ def decoder_layer(
     Args:
         matrices: arguments of ``quantized_layer`` for query, key, value, output, gate, up and down.
         norms: weights of both norms.
-        size: of a head.
-        eps: of the norms.
+        size: size of a head.
+        eps: added to the norms' variances.
     """
     numbers, outputs = [], []
     for inputs, codes, scales, zeros, bits, group, bias in matrices:

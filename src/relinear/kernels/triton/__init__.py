@@ -51,8 +51,8 @@ def unsupported_reason(
     import, is ``0`` for no kernels, or ``force`` for kernels without checks, also where they are slower.
 
     Args:
-        call: of the kernel.
-        kind: of the kernel, a key of ``samples.SAMPLES``.
+        call: the kernel's call.
+        kind: the kernel's key in ``samples.SAMPLES``.
         tensors: number of leading arguments that must be in half precision.
         outputs: returns the number of outputs per row of the call.
         most: multiplications of a dense layer of this size, below which the kernel is faster.

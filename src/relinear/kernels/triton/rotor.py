@@ -322,8 +322,10 @@ def _step_kernel(
 def _step(
     x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor, grad: Tensor | None, *settings: Any
 ) -> Any:
-    """Return y (N, V) for x (N, V); with ``grad``, that of y, the gradients of the sandwiches (N, W, V), and of slopes
-    and mix (W, 2)."""
+    """Return y (N, V) for x (N, V), or gradients if ``grad``, that of y, is not None.
+
+    They are those of the sandwiches (N, W, V), and of slopes and mix (W, 2).
+    """
     seed, step, blade, normalize, activation = settings
     branches, window = left.shape[1], x.shape[1]
     # With factors of size 64 in half precision a tile has one token: tiles of two gave NaN on an H100 (Triton 3.6).

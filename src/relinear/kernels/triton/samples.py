@@ -24,7 +24,7 @@ class Sample:
     """A kernel, its reference and the arguments that it is checked with.
 
     Attributes:
-        module: of the kernel.
+        module: the module that has the kernel.
         function: its name there.
         reference: a function of torch operations with the kernel's signature.
         argument_lists: with every size of tile (``tiles.rows``), and with and without optional arguments.

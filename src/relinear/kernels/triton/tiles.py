@@ -57,7 +57,7 @@ def launch(kernel: Any, sizes: tuple[int, ...], dtype: torch.dtype, *arguments: 
     Args:
         kernel: a Triton kernel that computes a product.
         sizes: rows and columns of the result, and the number of parts if it has several of so many columns.
-        dtype: of the factors.
+        dtype: dtype of the factors.
         arguments: the kernel's arguments; code for those that are None is not compiled.
         constants: further compile-time constants and options, which override the default sizes of the tile.
     """
