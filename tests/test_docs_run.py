@@ -84,7 +84,8 @@ SMALLER = {
     "rank=128,blocks=8": "rank=4,blocks=8",
     "llama-60m": "tiny",
     "--for llama.cpp --size 90MB": "--size 0.5",  # its tokenizer has bytes alone
-    "--tune --seeds 0,1,2": "--tune --set tune.learning_rates=[0.001,0.002] --set tune.check_full_length=false",
+    "--tune --seeds 0,1,2": "--tune --set tune.learning_rates=[0.001,0.002] --set tune.extensions=0"
+    " --set tune.check_full_length=false",
     "--repeats 5": "--repeats 2 --shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward",
     "/shared/": "shared/",
     'model="hdpl-67m"': 'model="tiny"',

@@ -155,7 +155,7 @@ def test_models_without_a_packed_form_are_refused(tmp_path) -> None:
 
 
 def test_compress_exports_integers(tmp_path) -> None:
-    settings = {"tokens": 512, "sequence_length": 16, "bits": 5.0, "evaluate": False}
+    settings = {"tokens": 512, "sequence_length": 16, "bits": 5.0, "evaluate": False, "self_sampled": False}
     ids = [torch.randint(1, 260, (1024,), generator=torch.Generator().manual_seed(0))]
     settings["reader"] = "vllm"
     packing = settings | {"candidates": ["quantized:symmetric=true"]}

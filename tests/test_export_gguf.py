@@ -71,6 +71,8 @@ def test_a_plan_of_integers_becomes_blocks_mixed_by_layer(tmp_path) -> None:
         "candidates": ["quantized:symmetric=true"],
         "bits": 5.0,
         "reader": "llama.cpp",
+        "evaluate": False,
+        "self_sampled": False,
     }
     ids = [torch.randint(0, 320, (1024,), generator=torch.Generator().manual_seed(0))]
     compress(model, ids, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path)
