@@ -89,10 +89,11 @@ def prepare_few_rows(
 
 
 def _gates_unsupported(call: Call) -> str:
-    if call.x.shape[:-1] != call.arguments[3].shape[:-1]:
+    h, mix, _, features, *_ = call.arguments
+    if h.shape[:-1] != features.shape[:-1]:
         return "a context that several sequences share"
     fewest = native.MIN_NATIVE_ENTRIES * (LARGER_IN_TRAINING if call.grad else 1)
-    return native.unsupported_reason(call, fewest, size=call.rows * call.arguments[1].shape[0])
+    return native.unsupported_reason(call, fewest, size=call.rows * mix.shape[0])
 
 
 def _gated(h, mix, bias, features, weight, offset) -> Tensor:

@@ -13,7 +13,8 @@ MAX_COLUMNS_ON_CHIP = 128
 
 
 def _triton_unsupported(call: Call) -> str:
-    if call.arguments[4].numel() > MAX_COLUMNS_ON_CHIP:
+    *_, right_bias = call.arguments
+    if right_bias.numel() > MAX_COLUMNS_ON_CHIP:
         return "too many columns"
     return triton.unsupported_reason(call, "cgt", 5, lambda call: call.x.shape[-1], training=False)
 

@@ -17,9 +17,13 @@ from relinear.kernels.autograd import autocasted, differentiable_as, save, witho
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, log_choice, shape_of
 
-_triton_unsupported = functools.partial(
-    triton.unsupported_reason, kind="hdpl", tensors=8, outputs=lambda call: call.arguments[6].shape[0], most=2**41
-)
+
+def _outputs(call: Call) -> int:
+    *_, decoder, _, _ = call.arguments
+    return decoder.shape[0]
+
+
+_triton_unsupported = functools.partial(triton.unsupported_reason, kind="hdpl", tensors=8, outputs=_outputs, most=2**41)
 
 
 def _triton(*arguments: Any) -> HDPLOutput:
@@ -91,9 +95,10 @@ class _HDPL(torch.autograd.Function):
     # not ``setup_context``: with it torch inspects the signature at every call
     @staticmethod
     def forward(ctx: Any, *arguments):  # type: ignore[override]
+        *_, noise = arguments
         results = _results(*arguments)
         ctx.set_materialize_grads(False)
-        save(ctx, arguments, *(results[1:] if arguments[8] is None else results[2:]))  # mu, and logvar with noise
+        save(ctx, arguments, *(results[1:] if noise is None else results[2:]))  # mu, and logvar with noise
         return results
 
     @staticmethod

@@ -19,11 +19,16 @@ from relinear.kernels.implementations import Call, Implementation, dispatch
 TOKENS_PER_THREAD = 64
 
 
+def _outputs(call: Call) -> int:
+    x, left, *_ = call.arguments
+    return x.shape[-1] * left.shape[1]
+
+
 _triton_unsupported = functools.partial(
     triton.unsupported_reason,
     kind="rotor",
     tensors=3,
-    outputs=lambda call: call.x.shape[-1] * call.arguments[1].shape[1],
+    outputs=_outputs,
     most=2**40,
     training=False,
 )

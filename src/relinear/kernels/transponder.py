@@ -99,11 +99,16 @@ def _scaled(up: Tensor | None, alpha: Alpha) -> Tensor | None:
     return up.float() if isinstance(alpha, float) and alpha == 1 else alpha * up.float()
 
 
+def _outputs(call: Call) -> int:
+    _, weight, *_ = call.arguments
+    return weight.shape[0]
+
+
 _triton_unsupported = functools.partial(
     triton.unsupported_reason,
     kind="transponder",
     tensors=6,
-    outputs=lambda call: call.arguments[1].shape[0],
+    outputs=_outputs,
     most=2**36,
     most_in_training=2**39,
 )
