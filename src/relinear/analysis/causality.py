@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.module_state import eval_mode, forward_hooks_on
+from relinear.contract.module_state import eval_mode, observe_forwards
 from relinear.contract.numerics import largest_epsilon
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.vocabulary import max_positions
@@ -162,7 +162,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
         if value.ndim and value.shape[0] == length and value.is_floating_point():
             outputs[name] = value.reshape(length, -1).clone()
 
-    with forward_hooks_on(model.named_modules(), save):
+    with observe_forwards(model.named_modules(), save):
         model(input_ids=inputs)
     return outputs
 

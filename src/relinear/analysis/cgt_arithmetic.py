@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
 from relinear.analysis.cgt_context import context_variation
-from relinear.contract.module_state import eval_mode, forward_hooks_on
+from relinear.contract.module_state import eval_mode, observe_forwards
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import Axis, Guide, Panel, Series
@@ -170,7 +170,7 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     with eval_mode(model):
         blocks = dict(model.transformer.h.named_children())
         # hooks, as the last of hidden_states comes after the final normalisation
-        with forward_hooks_on(blocks.items(), lambda name, module, args, output: states.append(_hidden(output))):
+        with observe_forwards(blocks.items(), lambda name, module, args, output: states.append(_hidden(output))):
             model(input_ids=shown)
         for block, state in zip(blocks.items(), states, strict=True):
 
@@ -179,7 +179,7 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
                 hidden[:, target] = vector
                 return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-            with forward_hooks_on([block], transplant):
+            with observe_forwards([block], transplant):
                 accuracies.append(float(_accuracy(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
     return accuracies
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject, layer_row
-from relinear.contract.module_state import eval_mode, forward_hooks_on
+from relinear.contract.module_state import eval_mode, observe_forwards
 from relinear.hf.model_layout import layer_finder
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
@@ -107,7 +107,7 @@ def record_modulators(model: Any, ids: Tensor, *, tokens: int = 128) -> GateReco
                 channel[name] = first.clone()
         statistics[name] = row
 
-    with forward_hooks_on(by_name.items(), record), eval_mode(model):
+    with observe_forwards(by_name.items(), record), eval_mode(model):
         model(ids.to(next(model.parameters()).device), use_cache=False)
     return GateRecord({name: statistics[name] for name in by_name if name in statistics}, scalar, channel)
 

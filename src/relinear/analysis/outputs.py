@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.analysis.effective_rank import decay_panel, decays, effective_rank, singular_values
 from relinear.contract.linear_layers import embeds, linear_features
-from relinear.contract.module_state import eval_mode, forward_hooks_on
+from relinear.contract.module_state import eval_mode, observe_forwards
 from relinear.contract.operator import is_replaceable, named_operators
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
@@ -47,7 +47,7 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
             columns = torch.cat([x.new_ones(len(x), 1), x, y], 1)
             sums[name] = sums.get(name, 0) + columns.T @ columns
 
-        with eval_mode(model), forward_hooks_on(group.items(), add):
+        with eval_mode(model), observe_forwards(group.items(), add):
             for row in ids:
                 model(row[None])
         used = [name for name in group if name in sums and sums[name][0, 0] > 1]  # an expert may get no token

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
-from relinear.contract.module_state import eval_mode, forward_hooks_on
+from relinear.contract.module_state import eval_mode, observe_forwards
 from relinear.hf.model_layout import find_decoder
 
 
@@ -36,7 +36,7 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
     def save(name: str, module: Any, args: Any, output: Any) -> None:
         recorded[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
 
-    with forward_hooks_on(operators.items(), save), eval_mode(model):
+    with observe_forwards(operators.items(), save), eval_mode(model):
         for row in ids:
             recorded.clear()
             model(input_ids=row[None])

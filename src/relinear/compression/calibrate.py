@@ -27,7 +27,7 @@ from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.compression.storage import LayerStates, load_tensors, read_record, save_tensors, write_record
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.module_state import forward_hooks_on, frozen_parameters
+from relinear.contract.module_state import frozen_parameters, observe_forwards
 from relinear.distill.record import fingerprint_of
 from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory
@@ -212,7 +212,7 @@ class Calibration:
 
         for ids, states in zip(self.batches, self.states.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
-            with frozen_parameters(self.model), forward_hooks_on(heads, on_head), torch.enable_grad():
+            with frozen_parameters(self.model), observe_forwards(heads, on_head), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
                     losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
                     probabilities = logits.detach().softmax(-1)
@@ -244,7 +244,7 @@ class Calibration:
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
             sums, group = StatisticsSums(diagonal=diagonal), self.targets.get(index, {})
-            with frozen_parameters(self.model), forward_hooks_on(group.items(), sums.on_forward):
+            with frozen_parameters(self.model), observe_forwards(group.items(), sums.on_forward):
                 gradients = self.states.read("gradient" if index + 1 == total else gradient, index + 1)
                 self.states.write(gradient, index, self._gradients_before(index, gradients, sums))
             # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that Python's

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.linear_layers import row_scale
-from relinear.contract.module_state import forward_hooks_on, frozen_parameters
+from relinear.contract.module_state import frozen_parameters, observe_forwards
 from relinear.contract.numerics import rounding_bound
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
@@ -108,7 +108,7 @@ class LayerByLayer:
             rows.append(output.detach().requires_grad_())
             return rows[-1]
 
-        with frozen_parameters(self.model), forward_hooks_on([("", table)], as_leaf), torch.enable_grad():
+        with frozen_parameters(self.model), observe_forwards([("", table)], as_leaf), torch.enable_grad():
             (row_gradient,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
         return row_gradient * row_scale(table)
 

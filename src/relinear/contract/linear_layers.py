@@ -3,15 +3,19 @@
 # Legend: I in_features, O out_features
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+
+from relinear.contract.module_state import is_unhooked
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 #: transformers' own linear layers, by name, so that the contract does not import it
 _STOCK = (_CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
 #: transformers' embeddings that only multiply their rows by a number
 _SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
+#: plain tensors, as torch.func replaces parameters by them
+_ORDINARY = (nn.Parameter, Tensor)
 
 
 def _class_name(module: Any) -> str:
@@ -29,6 +33,14 @@ def is_stock_linear(module: Any) -> bool:
     Other subclasses of nn.Linear are not: they may compute something else.
     """
     return type(module) is nn.Linear or _class_name(module) in _STOCK
+
+
+def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
+    """Return whether ``module`` is exactly ``nn.Linear``, without hooks and with an ordinary tensor as its weight.
+
+    Subclasses, adapters, and layers with quantized, sharded or parametrised weights are not.
+    """
+    return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_unhooked(module)
 
 
 def is_embedding(module: Any) -> bool:

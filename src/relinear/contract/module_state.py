@@ -1,4 +1,4 @@
-"""Restore the training modes, requires_grad flags, hooks and dtypes of modules after a block; exchange their hooks."""
+"""Restore training modes, requires_grad flags and dtypes of modules after a block; add, find and exchange hooks."""
 
 import contextlib
 import functools
@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: torch's dictionaries of the hooks that run for all modules
+GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _CALL_HOOKS)
 _ALL_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
 
 
@@ -54,7 +58,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forward_hooks_on(
+def observe_forwards(
     modules: Iterable[tuple[str, nn.Module]], hook: Callable[[str, nn.Module, tuple, Any], Any]
 ) -> Iterator[None]:
     """Call ``hook(name, module, args, output)`` after each forward of ``modules``; it may return another output."""
@@ -62,6 +66,25 @@ def forward_hooks_on(
         for name, module in modules:
             stack.callback(module.register_forward_hook(functools.partial(hook, name)).remove)
         yield
+
+
+def is_unhooked(module: Any) -> bool:
+    """Return whether calling ``module`` only runs its class's forward: it has no hooks and no patched forward.
+
+    Only then may an operator read the parameters of ``module`` without calling it.
+    """
+    attributes = module.__dict__
+    hooked = any(attributes[hooks] for hooks in _CALL_HOOKS) or any(GLOBAL_HOOKS)
+    return not hooked and "forward" not in attributes  # accelerate patches the instance's forward
+
+
+def hook_dictionaries(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
+    """Return the dictionaries of the hooks that forwards of ``modules`` run, torch's global hooks among them.
+
+    torch adds to these dictionaries and never replaces them, so they can be kept.
+    """
+    hooks = (module.__dict__[kind] for module in modules for kind in _CALL_HOOKS[:2])
+    return *hooks, *GLOBAL_HOOKS[:2]
 
 
 def swap_hooks_(source: nn.Module, target: nn.Module) -> None:

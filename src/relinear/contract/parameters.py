@@ -7,16 +7,12 @@ with the parameter names of a layer, and calling it returns its parameters.
 """
 
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
-_ORDINARY = (nn.Parameter, Tensor)  # plain tensors, as torch.func replaces parameters by them
-_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# torch's dictionaries of the hooks that run for all modules
-_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _CALL_HOOKS)
+from relinear.contract.module_state import GLOBAL_HOOKS
 
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
@@ -58,7 +54,7 @@ class AffineParameters(nn.Module):
         """Return (weight, bias); skip the slow ``nn.Module.__call__`` unless there are hooks."""
         attributes, parameters = self.__dict__, self._parameters
         hooked = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or attributes["_backward_hooks"]
-        if hooked or attributes["_backward_pre_hooks"] or "forward" in attributes or any(_GLOBAL_HOOKS):
+        if hooked or attributes["_backward_pre_hooks"] or "forward" in attributes or any(GLOBAL_HOOKS):
             return super().__call__()
         if "weight" not in parameters or "bias" not in parameters:  # sharded, pruned or parametrised
             return super().__call__()
@@ -93,32 +89,3 @@ def are_affine_parameters(parts: Iterable[nn.Module | None]) -> bool:
 def are_parameters(module: nn.Module, *names: str) -> bool:
     """Return whether ``names`` are parameters of ``module`` (or None) rather than computed by a parametrisation."""
     return module._parameters.keys() >= set(names)
-
-
-def is_unhooked(module: Any) -> bool:
-    """Return whether calling ``module`` only runs its class's forward: it has no hooks and no patched forward.
-
-    Only then may an operator read the parameters of ``module`` without calling it.
-    """
-    attributes = module.__dict__
-    # accelerate patches the instance's forward
-    return (
-        "forward" not in attributes and not any(attributes[hooks] for hooks in _CALL_HOOKS) and not any(_GLOBAL_HOOKS)
-    )
-
-
-def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
-    """Return whether ``module`` is exactly ``nn.Linear``, without hooks and with an ordinary tensor as its weight.
-
-    Subclasses, adapters, and layers with quantized, sharded or parametrised weights are not.
-    """
-    return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_unhooked(module)
-
-
-def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
-    """Return the dictionaries of the hooks that calls of ``modules`` run, torch's global hooks among them.
-
-    torch adds to these dictionaries and never replaces them, so they can be kept.
-    """
-    hooks = (module.__dict__[kind] for module in modules for kind in _CALL_HOOKS[:2])
-    return *hooks, *_GLOBAL_HOOKS[:2]

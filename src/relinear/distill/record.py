@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import current_context
 from relinear.contract.messages import quoted
-from relinear.contract.module_state import forward_hooks_on
+from relinear.contract.module_state import observe_forwards
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.hf.labels import without_padding
@@ -229,7 +229,7 @@ def record(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         recording = Recording(blocks.numel(), folder)
         stack.callback(recording.clear)
-        with torch.no_grad(), forward_hooks_on(modules.items(), on_output):
+        with torch.no_grad(), observe_forwards(modules.items(), on_output):
             for first in range(0, len(blocks), batch):
                 _run_until_done(model, blocks[first : first + batch].to(device))
                 done = min(first + batch, len(blocks))
@@ -252,7 +252,7 @@ def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] |
         calls.append((args, output))
         raise _Done
 
-    with forward_hooks_on([("", module)], on_output), contextlib.suppress(_Done):
+    with observe_forwards([("", module)], on_output), contextlib.suppress(_Done):
         run()
     return calls[0] if calls else None
 

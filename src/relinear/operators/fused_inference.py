@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import ACTIVATION_HOOKS
 from relinear.contract.inference import CachingModule
-from relinear.contract.parameters import forward_hooks
+from relinear.contract.module_state import hook_dictionaries
 from relinear.kernels.native import build, rows_unsupported
 
 Kernel = Callable[[Tensor], Tensor | None]
@@ -55,7 +55,7 @@ class Submodules:
         self._module = module.__dict__
         self._children = [(child, type(child), child.__dict__) for child in children]
         self._caching = [child for child in children if isinstance(child, CachingModule)]
-        self._hooks = forward_hooks(children)
+        self._hooks = hook_dictionaries(children)
 
     def are_unhooked(self) -> bool:
         """Return whether the parameters of submodules may be read without calling them."""

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import Config, Count, check_choice, register
 from relinear.contract.inference import CachingModule
+from relinear.contract.linear_layers import is_plain_linear
+from relinear.contract.module_state import is_unhooked
 from relinear.contract.operator import NotLinearError
-from relinear.contract.parameters import add_parameters, is_plain_linear, is_unhooked
+from relinear.contract.parameters import add_parameters
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
 from relinear.functional.upcast import upcast

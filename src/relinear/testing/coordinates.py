@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.module_state import forward_hooks_on
+from relinear.contract.module_state import observe_forwards
 from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.model_layout import decoder_layers
 from relinear.hf.sub_blocks import sub_blocks
@@ -107,7 +107,7 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
     blocks = sub_blocks(model, plain=False)
     modules += [(KINDS[1] if block.role == "attention" else KINDS[2], block.module) for block in blocks]
-    with forward_hooks_on(modules, record):
+    with observe_forwards(modules, record):
         yield recorded
 
 
