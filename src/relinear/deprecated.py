@@ -91,6 +91,7 @@ _RENAMED = {
     ("relinear.contract.config", "layer_indices"): "relinear.hf.model_layout:layer_indices",
     ("relinear.explore.explored_model", "prepare_subject"): "load_explored_model",
     ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:ModelWithObjective",
+    ("relinear.contract.objective", "kl_terms"): "relinear.evaluate.losses:kl_terms",
 }
 
 

@@ -3,19 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.config import Config
 
 #: (model, batch) -> (loss averaged over the batch's targets, the loss's weighted terms by name, the model's output)
 Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]
-
-
-def kl_terms(logits: Tensor, target_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute the terms (..., V) of KL(softmax(target_logits / temperature) || softmax(logits / temperature))."""
-    student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, target_logits))
-    return F.kl_div(student, teacher, log_target=True, reduction="none")
 
 
 class ObjectiveConfig(Config):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import context
 from relinear.contract.module_state import eval_mode, frozen_parameters
-from relinear.contract.objective import kl_terms
 from relinear.contract.operator import Operator
 from relinear.distill.record import output_of
 from relinear.distill.settings import DistillSettings
+from relinear.evaluate.losses import kl_terms
 
 #: recorded tokens that are evaluated at a time
 _ROWS = 4096

@@ -43,6 +43,12 @@ def batch_losses(model: Any, blocks: Tensor, batch: int) -> Iterator[tuple[Tenso
         yield token_losses(logits, ids), logits
 
 
+def kl_terms(logits: Tensor, target_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Compute the terms (..., V) of KL(softmax(target_logits / temperature) || softmax(logits / temperature))."""
+    student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, target_logits))
+    return F.kl_div(student, teacher, log_target=True, reduction="none")
+
+
 def perplexity_of(loss: float) -> float:
     """Return exp(loss), for a mean loss in nats; at most exp(700), as larger numbers do not fit a float."""
     return math.exp(min(loss, 700.0))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.config import register
 from relinear.contract.module_state import eval_mode
-from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
+from relinear.contract.objective import Objective, ObjectiveConfig
+from relinear.evaluate.losses import kl_terms
 from relinear.hf.labels import IGNORED_LABEL
 from relinear.hf.model_config import text_config
 from relinear.models.presets import locate_model, model_folder
