@@ -356,6 +356,7 @@ def test_bench_of_whole_models(capfd, tmp_path, monkeypatch):
         (["--model", "tny", "-o", "transponder"], "unknown preset 'tny'"),
         (["--model", "tiny"], "at least one --operator"),
         (["--model", "tiny", "-o", "transponder", "--shapes", "2x2"], "--shapes is about single layers"),
+        (["--sequence-length", "64"], "--sequence-length is about whole models: add --model"),
         (
             ["--model", "tiny", "-o", "transponder", "--passes", "forward"],
             "passes.0 must be one of 'step', 'prefill' or 'decode', got 'forward'",

@@ -468,6 +468,7 @@ WRONG = {
     "list nosuch": "there is no list of 'nosuch'; known: operators",
 }
 MORE = {
+    "eval {model} --lambada {text}": "--lambada is the text of the task lambada: add --tasks lambada",
     "eval {model} --tasks lambada --lambada nosuch": "(JSON lines with a 'text'), got nosuch",
     "analyze {cut}": "model.safetensors is damaged or cut off",
     "train --model {cut} --data {text}": "model.safetensors is damaged or cut off",

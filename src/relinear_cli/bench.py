@@ -10,7 +10,6 @@ import typer
 from relinear_cli import options
 
 if TYPE_CHECKING:
-    from relinear.bench.run import BenchSettings
     from relinear.pages.blocks import Section
 
 
@@ -30,8 +29,12 @@ def command(
     passes: str | None = typer.Option(
         None, metavar=_PASSES, help="What to time; by default all, with --model the last three."
     ),
-    sequence_length: int = typer.Option(512, min=2, help="Tokens per sequence, with --model."),
-    batch_size: int = typer.Option(1, min=1, help="Sequences per training step, with --model."),
+    sequence_length: int | None = typer.Option(
+        None, min=2, help="Tokens per sequence, with --model.", show_default="512"
+    ),
+    batch_size: int | None = typer.Option(
+        None, min=1, help="Sequences per training step, with --model.", show_default="1"
+    ),
     inference_batches: str | None = typer.Option(
         None, help="Sequences at once in prefill and decode, with --model.", show_default="1,8"
     ),
@@ -62,34 +65,36 @@ def command(
 
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
-    from relinear.bench.run import BenchSettings
     from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_table
 
     lists = {"shapes": ",".join(shapes or ()), "tokens": tokens, "passes": passes, "dtypes": dtypes, "modes": modes}
-    lists["inference_batches"] = inference_batches if model else None
+    lists["inference_batches"] = inference_batches
     values: dict[str, Any] = {name: options.parse_names(text) for name, text in lists.items()}
     values |= {"operators": operators, "rounds": rounds, "repeats": repeats, "threads": threads}
+    values |= {"sequence_length": sequence_length, "batch_size": batch_size}
     chosen = options.chosen_settings(values, overrides)
     with watch() as on_progress:
         running = {"out_dir": out, "overwrite": overwrite, "on_progress": on_progress}
         if model is None:
-            section, remarks = _bench_layers(BenchSettings.load(chosen, "command line"), running)
+            section, remarks = _bench_layers(chosen, running)
         else:
-            chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-            section, remarks = _bench_models(chosen, operators or [], running)
+            section, remarks = _bench_models(chosen | {"preset": model}, operators or [], running)
     print_table(next(block for block in section.blocks if isinstance(block, Table)))
     print("\n".join(remarks))
     print(f"written: {out.resolve()}, {write_page(out / 'report.html', [section])}")
 
 
-def _bench_layers(settings: BenchSettings, running: dict[str, Any]) -> tuple[Section, list[str]]:
+def _bench_layers(chosen: dict[str, Any], running: dict[str, Any]) -> tuple[Section, list[str]]:
     """Return the page's section about single layers, and remarks for the terminal."""
     from relinear.bench.report import layers_section
-    from relinear.bench.run import run_bench
+    from relinear.bench.run import BenchSettings, run_bench
 
+    if wrong := [name for name in ("sequence_length", "batch_size", "inference_batches") if name in chosen]:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} is about whole models: add --model, or take --tokens")
+    settings = BenchSettings.load(chosen, "command line")
     result = run_bench(settings, **running)
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"

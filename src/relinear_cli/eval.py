@@ -81,6 +81,8 @@ def _tasks(option: str, lambada: Path | None) -> list[str]:
     names = options.parse_names(option)
     if not names:
         raise ValueError("--tasks names no task; choose perplexity, lambada, or tasks of lm-eval")
+    if lambada is not None and "lambada" not in names:
+        raise ValueError("--lambada is the text of the task lambada: add --tasks lambada")
     if "lambada" in names and not (lambada and lambada.is_file()):
         raise ValueError(
             f"lambada needs --lambada FILE (JSON lines with a 'text'), got {lambada}; lambada_openai is lm-eval's"
