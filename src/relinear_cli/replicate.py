@@ -54,10 +54,12 @@ def command(
 
     choices = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
     experiment = replication(paper, **choices, seeds=options.parse_numbers("--seeds", seeds))
-    execution, out = options.execution(workers, executor, slurm), out or Path("runs") / paper
-    replication_folder(out).check(experiment.request.model_dump(mode="json"), overwrite=overwrite)
+    execution = options.execution(workers, executor, slurm)
+    out = out or Path("runs") / paper
+    record = replication_folder(out).check(experiment.request.model_dump(mode="json"), overwrite=overwrite)
     options.prepare_process()
-    print_requirements(experiment.requirements(workers))
+    if dry_run or record is None:
+        print_requirements(experiment.requirements(workers))
     if dry_run:
         return
     with watch(resumable=True) as on_progress:
