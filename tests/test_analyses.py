@@ -12,7 +12,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.activations.shared_context import context_owner
-from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, tokens_of
+from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, held_out_tokens
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, realized_spectra
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
@@ -34,7 +34,7 @@ IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
 
 
 def test_sequences_begin_as_the_tokenizer_says(corpus) -> None:
-    ids = tokens_of(HeldOutText(DataSettings(data=str(corpus)), 8, 24), starting_tokenizer())
+    ids = held_out_tokens(HeldOutText(DataSettings(data=str(corpus)), 8, 24), starting_tokenizer())
     assert ids.shape == (8, 24)
     assert (ids[:, 0] == 257).all()
     assert (ids[:, 1:] != 257).all()

@@ -9,7 +9,7 @@ from torch import nn
 
 import relinear
 from relinear.analysis import cgt_arithmetic, cgt_context, cgt_regression, cgt_specialized
-from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, tokens_of
+from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, held_out_tokens
 from relinear.data import DataSettings
 from relinear.data.tasks import ArithmeticTask, RegressionTask, Samples
 from relinear.data.tokenizers import byte_tokenizer
@@ -110,7 +110,7 @@ DATA = "cgt-arithmetic:tasks=2,examples=4,digits=1"
 def test_report_probes_each_place_with_samples_held_out(samples):
     """The error of a least-squares fit on the first half of the samples, all of their tasks, at the drawn positions."""
     model, data = make_cgt(vocab_size=16, n_positions=samples.task.length), DataSettings(data=DATA)
-    ids = tokens_of(HeldOutText(data, 60), None)
+    ids = held_out_tokens(HeldOutText(data, 60), None)
     subject = Subject(model, ids, data=data)
     drawn = subject.samples_of(ArithmeticTask)
     assert torch.equal(ids, drawn.batch(range(60))["input_ids"])
@@ -286,7 +286,7 @@ def test_texts_of_two_sources_are_told_apart_in_the_analyses(tmp_path):
     data = DataSettings(data=f"cgt-mixture:of={tmp_path}/one.txt+{tmp_path}/two.txt", validation_fraction=0.5)
     torch.manual_seed(0)
     model = make_cgt(vocab_size=258)
-    ids = tokens_of(HeldOutText(data, 12, 24), byte_tokenizer())
+    ids = held_out_tokens(HeldOutText(data, 12, 24), byte_tokenizer())
     assert [bool((row == ord("a")).any()) for row in ids] == [True, False] * 6
     subject = Subject(model, ids, byte_tokenizer(), data=data, control=make_cgt(vocab_size=258))
     assert applying(model) == ["cgt_context", "cgt_specialized"]

@@ -26,7 +26,7 @@ from relinear.system.files import os_errors_named
 from relinear.training import FitSettings, TrainSettings, fit
 from relinear_cli.errors import one_message
 from relinear_cli.main import main
-from relinear_cli.terminal import fitted
+from relinear_cli.terminal import wrapped
 
 
 @pytest.mark.parametrize(
@@ -296,6 +296,6 @@ def test_a_refusal_keeps_within_the_terminal(columns, monkeypatch) -> None:
 def test_paths_and_lists_of_faults_stay_whole_on_a_terminal(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     path = f"/{'some-folder/' * 7}file"
-    shown = fitted(f"error: 2 errors\n  {path}: is not there, and nothing else is either, here or there", _Terminal())
+    shown = wrapped(f"error: 2 errors\n  {path}: is not there, and nothing else is either, here or there", _Terminal())
     assert shown.splitlines()[:2] == ["error: 2 errors", f"  {path}:"]
     assert shown.splitlines()[2].startswith("    is not there")

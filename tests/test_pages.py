@@ -12,7 +12,7 @@ import pytest
 from relinear.analysis.analyses import ANALYSES
 from relinear.analysis.report import analyses_section
 from relinear.compare import figures
-from relinear.compare.report import DECISION_ACCURACY, read_results, results_section, results_table, verdict
+from relinear.compare.report import SHORT_RUN_NOTE, read_results, results_section, results_table, verdict
 from relinear.deprecated import with_new_columns
 from relinear.distill.report import distill_section
 from relinear.pages import page as pages
@@ -193,7 +193,7 @@ def test_a_short_run_is_told_how_far_it_decides(tmp_path) -> None:
         results["entries"][0]["runs"][0]["curve"][-1]["tokens"] = tokens
         (tmp_path / "comparison" / "results.json").write_text(json.dumps(results))
         texts = [block.text for block in results_section(tmp_path / "comparison").blocks if isinstance(block, Text)]
-        assert any(DECISION_ACCURACY in text for text in texts) == told
+        assert any(SHORT_RUN_NOTE in text for text in texts) == told
 
 
 def test_a_report_shows_the_settings_that_are_not_defaults(tmp_path) -> None:

@@ -12,8 +12,8 @@ from conftest import make_tiny_gpt2
 from relinear.compare import papers as room
 from relinear.compare.executors import InlineExecutor
 from relinear.compare.papers import PAPERS, read_paper
-from relinear.compare.replicate import ANALYZED, MEASURES, replicate_section, replication, tokens_of
-from relinear.compare.replicate_fits import prose, settings_of
+from relinear.compare.replicate import ANALYZED, MEASURES, replicate_section, replication, training_tokens
+from relinear.compare.replicate_fits import data_settings, prose
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear_cli.main import main
@@ -47,7 +47,7 @@ def test_a_share_scales_tokens_warm_up_and_evaluations(name):
     whole, tenth = replication(name, budget="paper"), replication(name, budget=0.1, model="paper", data="paper")
     assert whole.recipe.train == whole.whole.train.replace(save_model=False)
     assert whole.request.model == whole.request.data == "paper"
-    assert tokens_of(tenth.recipe) == pytest.approx(tokens_of(whole.whole) / 10, rel=0.01)
+    assert training_tokens(tenth.recipe) == pytest.approx(training_tokens(whole.whole) / 10, rel=0.01)
     first = next(iter(whole.recipe.entries))
     before, after = whole.recipe.settings_of(first), tenth.recipe.settings_of(first)
     assert after.warmup == pytest.approx(before.warmup / 10, abs=1)
@@ -59,7 +59,7 @@ def test_a_share_scales_tokens_warm_up_and_evaluations(name):
     ours = replication(name).recipe
     short = ours.settings_of(first)
     evaluated = math.ceil(short.steps / short.eval_every) * short.data.max_validation_tokens
-    assert evaluated <= max(tokens_of(ours) / 2, short.data.max_validation_tokens)
+    assert evaluated <= max(training_tokens(ours) / 2, short.data.max_validation_tokens)
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "2", "all", "nan"])
@@ -73,8 +73,8 @@ def test_of_the_hub_no_more_is_read_than_the_recipe_says(tmp_path):
     other = replication("transponder", data="allenai/c4:en").recipe.train.data
     assert (other.max_documents, other.validation_fraction) == (whole.max_documents, whole.validation_fraction)
     assert replication("transponder", data=str(tmp_path)).recipe.train.data.max_documents is None
-    assert settings_of(read_paper("rotor").fits.second).max_documents == 50_000
-    assert settings_of(str(tmp_path)).max_documents is settings_of("stdlib").max_documents is None
+    assert data_settings(read_paper("rotor").fits.second).max_documents == 50_000
+    assert data_settings(str(tmp_path)).max_documents is data_settings("stdlib").max_documents is None
 
 
 def test_the_second_text_is_not_in_the_first():
@@ -99,7 +99,7 @@ def test_models_that_a_method_does_not_fit_are_refused_before_anything_is_timed(
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = make_tiny_gpt2() if fused else relinear.from_preset("tiny", **sizes, num_key_value_heads=1)
     relinear.save_pretrained(model, tmp_path / "model", tokenizer=byte_tokenizer())
-    monkeypatch.setattr("relinear.compare.replicate_fits.fitted", None)
+    monkeypatch.setattr("relinear.compare.replicate_fits.fit_and_evaluate", None)
     with pytest.raises(ValueError, match="q_proj" if fused else "q_proj.*at most 32"):
         replication("rotor", model=str(tmp_path / "model")).requirements()
 

@@ -72,11 +72,11 @@ def analyze_saved(
 
     Raises:
         ValueError: if ``out`` has analyses of something else, or other programs' files under their names; for a missing
-            or wrong tokenizer; for a ``length`` that a model cannot read; and as ``analyze`` and ``tokens_of``.
+            or wrong tokenizer; for a ``length`` that a model cannot read; and as ``analyze`` and ``held_out_tokens``.
     """
     import dataclasses
 
-    from relinear.analysis.analyses import Subject, analyze, known_analyses, tokens_of
+    from relinear.analysis.analyses import Subject, analyze, held_out_tokens, known_analyses
     from relinear.analysis.report import RECORD
     from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
     from relinear.system.run_folder import RunFolder
@@ -105,7 +105,7 @@ def analyze_saved(
         if reads_text:
             check_tokenizer_fits(model_tokenizer, analyzed)
         check_length_fits(text.length, analyzed)
-    tokens = tokens_of(text, model_tokenizer)
+    tokens = held_out_tokens(text, model_tokenizer)
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
     run = next((folder for folder in (Path(model), Path(model).parent) if (folder / "run.json").is_file()), None)
     subject = Subject(loaded, tokens, model_tokenizer, control_model, _name(model), other, text.data, run)

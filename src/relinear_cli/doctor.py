@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from relinear_cli.terminal import fitted
+from relinear_cli.terminal import wrapped
 
 #: state of a part: good, an optional part that is missing, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
@@ -27,7 +27,7 @@ def command() -> None:
     """
     failed = False
     for state, subject, text in (*_packages(), *_extras(), *_machine(), *_kernels(), *_plugins()):
-        print(fitted(f"{state:5}  {subject:12}  {text}", sys.stdout, 21))
+        print(wrapped(f"{state:5}  {subject:12}  {text}", sys.stdout, 21))
         failed |= state == FAILS
     raise typer.Exit(int(failed))
 

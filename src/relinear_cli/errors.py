@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from pickle import UnpicklingError
 
-from relinear_cli.terminal import fitted
+from relinear_cli.terminal import wrapped
 
 #: environment variable that shows the traceback of user errors too
 TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"
@@ -86,6 +86,6 @@ def exit_code(command: Callable[[], int | None]) -> int:
             traceback.print_exception(error)
             print("this is a fault of relinear: please report it with the lines above", file=sys.stderr)
         if is_user_error(error):
-            print(fitted(f"error: {one_message(error)}", sys.stderr), file=sys.stderr)
+            print(wrapped(f"error: {one_message(error)}", sys.stderr), file=sys.stderr)
             return USER_ERROR
         return INTERNAL_ERROR

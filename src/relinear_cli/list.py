@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from relinear_cli.terminal import fitted
+from relinear_cli.terminal import wrapped
 
 #: an entry of "Args:", indented by four spaces; its further lines are indented by more
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
@@ -26,7 +26,7 @@ def command(
     """
     if not what:
         for topic in _WHAT:
-            print(fitted(f"{topic}: {', '.join(listed(topic))}", sys.stdout, 2))
+            print(wrapped(f"{topic}: {', '.join(listed(topic))}", sys.stdout, 2))
         return
     from relinear.contract.messages import did_you_mean
 
@@ -36,15 +36,15 @@ def command(
     if name is None:
         width = max(map(len, rows), default=0)
         for row, described in rows.items():
-            print(fitted(f"{row:<{width}}  {_line(described)}{_package(described)}", sys.stdout, width + 2))
+            print(wrapped(f"{row:<{width}}  {_line(described)}{_package(described)}", sys.stdout, width + 2))
         return
     if name not in rows:
         raise ValueError(f"there is no {name!r} among the {what}; {did_you_mean(name, rows)}")
-    print(fitted(f"{name}: {_line(rows[name])}{_package(rows[name])}", sys.stdout))
+    print(wrapped(f"{name}: {_line(rows[name])}{_package(rows[name])}", sys.stdout))
     if isinstance(rows[name], type):
         meanings = meanings_of(rows[name])
         for setting, default in _settings(rows[name]).items():
-            print(fitted(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), sys.stdout, 4))
+            print(wrapped(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), sys.stdout, 4))
 
 
 def meanings_of(config: type) -> dict[str, str]:

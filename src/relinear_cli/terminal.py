@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from relinear.pages.blocks import Table
 
 
-def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
+def wrapped(text: str, stream: TextIO, indent: int = 2) -> str:
     """Wrap ``text`` at the terminal's width, with continued lines indented; return it unchanged for a pipe."""
     if not stream.isatty():
         return text
@@ -32,7 +32,7 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
 def print_requirements(requirements: Mapping[str, str]) -> None:
     """Print on stdout the runs, time, memory and disk that a command needs, before it starts."""
     for name, text in requirements.items():
-        print(fitted(f"{name:<11} {text}", sys.stdout, indent=12), flush=True)
+        print(wrapped(f"{name:<11} {text}", sys.stdout, indent=12), flush=True)
 
 
 def print_results(results: Results) -> None:

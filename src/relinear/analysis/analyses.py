@@ -181,7 +181,7 @@ def unseen_samples(data: DataSettings, count: int) -> Samples:
     return Samples(task_of(data.data), count, data.seed, "test")
 
 
-def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
+def held_out_tokens(text: HeldOutText, tokenizer: Any) -> Tensor:
     """Return token ids (N, T) of the validation text, taken in turn from the middles of its first documents.
 
     Each sequence begins with the tokens that the tokenizer puts before every text. A mixture's sources alternate. A
@@ -195,7 +195,7 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     if isinstance(task, MixtureTask):
         sources = [text.data.replace(data=name) for name in task.sources]
         count = -(-sequences // len(sources))
-        parts = [tokens_of(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in sources]
+        parts = [held_out_tokens(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in sources]
         return torch.stack([part[: min(map(len, parts))] for part in parts], 1).flatten(0, 1)
     if task is not None:
         return next(iter(unseen_samples(text.data, sequences).batch(range(sequences)).values()))

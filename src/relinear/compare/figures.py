@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statistic, Trial, Tuning
 from relinear.pages.figures import GUIDE, Axis, Guide, Panel, Series, colors
+from relinear.pages.records import loss_unit
 from relinear.system.grouped import grouped
 from relinear.system.text import number
 
@@ -20,8 +21,8 @@ Colors = Mapping[str, str]
 def _marks(entries: Sequence[Any], palette: Colors) -> dict[str, dict[str, Any]]:
     """Return the arguments of ``Series`` that distinguish each entry in all figures, by its name."""
     return {
-        entry["name"]: {"name": entry["name"], "color": palette[entry["name"]], "number": number}
-        for number, entry in enumerate(entries)
+        entry["name"]: {"name": entry["name"], "color": palette[entry["name"]], "number": index}
+        for index, entry in enumerate(entries)
     }
 
 
@@ -29,12 +30,6 @@ def _line(mark: Mapping[str, Any], x: Sequence[float], y: Sequence[float], label
     """Return a line; ``band`` is its lowest and highest values, not drawn if they are the same."""
     low, high = band if band and band[0] != band[1] else (None, None)
     return Series(**mark, x=x, y=y, low=low, high=high, size=5, label=label)
-
-
-def loss_unit(train: Mapping[str, Any] | None) -> str:
-    """Return the unit of losses under training settings: nats per byte if tokens are bytes, else per token."""
-    data = (train or {}).get("data") or {}
-    return f"nats per {'byte' if data.get('tokenizer') == 'bytes' else 'token'}"
 
 
 def _loss_axis(entries: Sequence[EntryResult], bounds: tuple[float, float] | None = None) -> Axis:

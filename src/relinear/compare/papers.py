@@ -278,4 +278,5 @@ def _verdict(claim: Claim, here: Gap | None, unit: str) -> str:
     measured = "no figure" if here is None else gap_text(here)
     seeds = " (one seed)" if here and here["low"] is None else ""
     units = ("", "") if claim.measure else (" nats per token", f" {unit}")
-    return f"{str(claim).capitalize()}: {paper}{units[0]} in the paper, {measured}{units[1]} here{seeds}."
+    text = str(claim)
+    return f"{text[0].upper()}{text[1:]}: {paper}{units[0]} in the paper, {measured}{units[1]} here{seeds}."

@@ -17,7 +17,6 @@ import numpy as np
 from relinear.analysis.report import analyses_blocks
 from relinear.compare import papers
 from relinear.compare.executors import Execution
-from relinear.compare.figures import loss_unit
 from relinear.compare.folder import seed_folder
 from relinear.compare.gaps import gap, gap_of_means
 from relinear.compare.recipe import change_recipe, read_recipe
@@ -32,7 +31,7 @@ from relinear.data.tasks import task_of
 from relinear.models import is_preset, preset_config
 from relinear.pages.blocks import Cell, Section, Text
 from relinear.pages.page import write_page
-from relinear.pages.records import read_values
+from relinear.pages.records import loss_unit, read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 from relinear.system.text import number
@@ -60,11 +59,11 @@ class Replication:
     @property
     def share(self) -> float:
         """Return the share of the paper's tokens."""
-        return tokens_of(self.recipe) / tokens_of(self.whole)
+        return training_tokens(self.recipe) / training_tokens(self.whole)
 
     @property
     def _share_text(self) -> str:
-        return f"{100 * self.share:.2g} % of the paper's {number(tokens_of(self.whole))}"
+        return f"{100 * self.share:.2g} % of the paper's {number(training_tokens(self.whole))}"
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return the requirements on this machine like ``compare_requirements``, with its errors."""
@@ -103,7 +102,7 @@ class Replication:
         trained = results["entries"][0]
         parameters = f"{number(trained['parameters'])} parameters"
         scale = (
-            f"Each of {len(entries)} models saw {number(tokens_of(self.recipe))} tokens of "
+            f"Each of {len(entries)} models saw {number(training_tokens(self.recipe))} tokens of "
             f"{self.recipe.train.data.data}, {self._share_text}. The first has {parameters}."
         )
         facts = _facts(self.whole), _facts(self.recipe)
@@ -117,7 +116,7 @@ class Replication:
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
 
 
-def tokens_of(recipe: CompareSettings) -> int:
+def training_tokens(recipe: CompareSettings) -> int:
     """Return the training tokens of a run."""
     return recipe.steps * recipe.train.tokens_per_step
 
@@ -182,8 +181,8 @@ def replication(
         changes["seeds"] = list(seeds)
     changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyze} | {"train.save_model": False}
     sized = CompareSettings.load(apply_overrides(values, changes), name)
-    if tokens_of(sized) != tokens_of(whole) or request.budget != 1:
-        tokens = max(round(request.budget * tokens_of(whole)), sized.train.tokens_per_step)
+    if training_tokens(sized) != training_tokens(whole) or request.budget != 1:
+        tokens = max(round(request.budget * training_tokens(whole)), sized.train.tokens_per_step)
         steps = math.ceil(tokens / sized.train.tokens_per_step)
         held_out = max(_FEWEST, min(tokens // 20, _MOST))
         # evaluations read at most half as many tokens as training
@@ -317,7 +316,7 @@ def _facts(recipe: CompareSettings) -> dict[str, str]:
     ]
     return {
         "model": train.model + "".join(f", {key} {value}" for key, value in train.model_overrides.items()),
-        "tokens per run": number(tokens_of(recipe)),
+        "tokens per run": number(training_tokens(recipe)),
         "steps": f"{train.steps:,} of {train.tokens_per_step:,} tokens",
         "warm-up": f"{train.warmup:,} steps",
         "text": train.data.data,

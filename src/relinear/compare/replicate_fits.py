@@ -16,7 +16,6 @@ import torch
 from relinear.compare import papers
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import Execution, executor_at
-from relinear.compare.figures import loss_unit
 from relinear.compare.gaps import gap_of_means
 from relinear.compare.requirements import training_requirements
 from relinear.compare.schema import Gap
@@ -29,7 +28,7 @@ from relinear.hf.model_layout import decoder_layers
 from relinear.models import model_folder
 from relinear.pages.blocks import Cell, Section
 from relinear.pages.figures import colors
-from relinear.pages.records import read_values, what_ran
+from relinear.pages.records import loss_unit, read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
@@ -143,7 +142,7 @@ class FitReplication:
             ValueError, OSError: for a model or text that is not there, a model that a method does not fit.
         """
         for text in filter(None, self._texts):
-            open_corpus(settings_of(text))
+            open_corpus(data_settings(text))
         tasks, trained, at_once = self._tasks(), self.decoder, workers or available_cores()
         if trained is None:
             source, to_train = model_folder(self._model), ""
@@ -154,10 +153,10 @@ class FitReplication:
             tokenizer = load_tokenizer(trained.data.tokenizer)
         projections = {each: None for names in self.fits.projections.values() for each in names}
         for method in self.fits.methods.values():  # raises before anything is timed
-            plan(model, dict.fromkeys(projections, method.operator), layers=fitted_layer(model))
+            plan(model, dict.fromkeys(projections, method.operator), layers=middle_layer(model))
         shorter = dataclasses.replace(self, request=self.request.replace(budget=_TIMED * self.request.budget))
         short = list(shorter._tasks().values())[-1]
-        seconds = seconds_of(lambda: fitted(model, tokenizer, [self._texts[0]] * 2, short))
+        seconds = seconds_of(lambda: fit_and_evaluate(model, tokenizer, [self._texts[0]] * 2, short))
         seconds *= self.tokens / shorter.tokens * len(tasks) / at_once
         table = summary(model)
         return {
@@ -266,7 +265,7 @@ def prose() -> str:
     return "\n\n".join(dict.fromkeys(each.__doc__ for each in members if isroutine(each) and each.__doc__))
 
 
-def settings_of(text: str) -> DataSettings:
+def data_settings(text: str) -> DataSettings:
     """Return the settings of a text; of a data set of the Hub they take several times the documents that fits need."""
     return DataSettings(data=text, max_documents=None if papers.is_here(text) else _DOCUMENTS)
 
@@ -278,22 +277,22 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
         path: file of the result.
         model: directory or Hub name of the model.
         tokenizer: tokenizer to use instead of the model's own.
-        texts: as for ``fitted``.
+        texts: as for ``fit_and_evaluate``.
         threads: threads of the CPU.
         task: what to fit, and how much to evaluate.
     """
     with on_threads(threads):
-        results = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, task)
+        results = fit_and_evaluate(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, task)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json(path, results)
 
 
-def fitted_layer(model: Any) -> int:
+def middle_layer(model: Any) -> int:
     """Return the number of the decoder layer whose projections are replaced: the one in the middle."""
     return len(decoder_layers(model)) // 2
 
 
-def fitted(model: Any, tokenizer: Any, texts: list[str], task: FitTask) -> dict[str, Any]:
+def fit_and_evaluate(model: Any, tokenizer: Any, texts: list[str], task: FitTask) -> dict[str, Any]:
     """Fit an operator to projections of the model's middle layer and evaluate the model on two texts.
 
     Args:
@@ -308,8 +307,8 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], task: FitTask) -> dict[
         report = distill_(
             model,
             dict.fromkeys(task.projections, task.operator),
-            iter_texts(settings_of(texts[0]), "train"),
-            layers=fitted_layer(model),
+            iter_texts(data_settings(texts[0]), "train"),
+            layers=middle_layer(model),
             tokenizer=tokenizer,
             settings=task.settings,
         )
@@ -317,7 +316,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], task: FitTask) -> dict[
         results["error"] = fmean(layer.error for layer in report.layers)
     results["losses"] = [
         perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=task.evaluation).loss
-        for text, split in zip(texts, ("validation", evaluation_split(settings_of(texts[1]))), strict=True)
-        for documents in [iter_texts(settings_of(text), split)]
+        for text, split in zip(texts, ("validation", evaluation_split(data_settings(texts[1]))), strict=True)
+        for documents in [iter_texts(data_settings(text), split)]
     ]
     return results

@@ -15,17 +15,16 @@ from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Tab
 from relinear.pages.figures import Panel, Series, colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
-from relinear.pages.records import about, as_yaml, what_ran
+from relinear.pages.records import about, as_yaml, loss_unit, what_ran
 from relinear.system.files import damaged_file_errors, read_json
 from relinear.system.text import gib, number
 from relinear.training.settings import TrainSettings
 
 REPORT = "report.html"
-#: training tokens below which a run is short, and how far to trust short runs (docs/claims.md)
+#: training tokens below which a run is short, and the note that its page then has
 _LONG_RUN = 3_000_000
-DECISION_ACCURACY = (
-    "Decision accuracy in relinear's own records: of 10 pairs of entries, 7 had at 0.3 M tokens the order that they "
-    "had at 3 to 5 M (70 %, 95 % interval 40 to 89 %), and 8 at 1 M (80 %, 49 to 94 %)."
+SHORT_RUN_NOTE = (
+    "Short runs often rank entries differently from long ones: see 'How far short runs decide' in docs/claims.md."
 )
 
 # stem of the figure -> what it shows
@@ -97,7 +96,7 @@ def results_section(directory: str | Path) -> Section:
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
     blocks += [Text("What was compared", heading=True), *(Text(fact) for fact in facts if fact)]
     is_short = entries[0]["runs"][0]["curve"][-1]["tokens"] < _LONG_RUN
-    blocks += [Text(note, soft=True) for note in [*results["notes"], *([DECISION_ACCURACY] if is_short else [])]]
+    blocks += [Text(note, soft=True) for note in [*results["notes"], *([SHORT_RUN_NOTE] if is_short else [])]]
     if (by_value := series_table(results)) is not None:
         blocks += [Text(series_title(results), heading=True), by_value]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
@@ -140,7 +139,7 @@ def verdict(results: Results) -> str:
     if not (same_size := _same_size(first, base, results)):
         times, quantity = _ratio_of_sizes(base, first, results), _size(base, results)[1]
         flaws.append(f"{base['name']} has {times:.2g} times the {quantity}")
-    unit = figures.loss_unit(entries[0]["settings"])
+    unit = loss_unit(entries[0]["settings"])
     side = "ahead of" if gap["mean"] < 0 else "behind"
     outcome = f"{first['name']} is {side} {base['name']} by {abs(gap['mean']):.3f} {unit}"
     if low is None or high is None or not same_size:
@@ -236,7 +235,7 @@ def _best_name(results: Results, base: EntryResult | None) -> str | None:
 
 def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[EntryResult], Cell]]:
     """Return head -> what makes a cell from an entry; ``base`` is the entry that others are compared with."""
-    entries, unit = results["entries"], figures.loss_unit(results["entries"][0]["settings"])
+    entries, unit = results["entries"], loss_unit(results["entries"][0]["settings"])
     dense_costs = _costs(base, number) if base else None
 
     def cost(entry: EntryResult, index: int) -> Cell:
@@ -244,10 +243,10 @@ def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[
         return Cell(text, value, f"{value / dense_costs[index][0]:.3g}× dense" if dense_costs else "")
 
     def gap(entry: EntryResult) -> Cell:
-        gap = entry.get("gap")
+        difference = entry.get("gap")
         if base is not None and entry is not base and not results.get("reference"):  # of an older comparison
-            gap = _gap_over_seeds(entry, base)
-        return Cell(gap_text(gap), gap and gap["mean"])
+            difference = _gap_over_seeds(entry, base)
+        return Cell(gap_text(difference), difference and difference["mean"])
 
     def rate(entry: EntryResult) -> Cell:
         edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
@@ -315,7 +314,7 @@ def scale_section(directory: str | Path) -> Section:
     entries = results["entries"]
     palette = colors([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
-    unit = figures.loss_unit((results.get("recipe") or {}).get("train"))
+    unit = loss_unit((results.get("recipe") or {}).get("train"))
     charts = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, unit), text)
     crossed = sum(": cross " in sentence for sentence in results["verdicts"])
     remarks = ["loss = a x^-b", results.get("description"), *results["verdicts"]]

@@ -38,7 +38,8 @@ def recipe_at(
         ValueError: for a width if a model is not a preset, or an entry cannot take it.
     """
     axis, _, values = recipe.series
-    value, is_last = values[index], index == len(values) - 1
+    value = values[index]
+    is_last = index == len(values) - 1
     name = f"{recipe.name} at width {value}" if axis == "width" else f"{recipe.name} at {value:,} {axis}"
     changes: dict[str, Any] = {"name": name, "budgets": None, "widths": None}
     if axis != "width" and not is_last:
@@ -67,11 +68,11 @@ def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
     """Return the row of one value, from the ``results`` of its comparison in the folder KEY/VALUE."""
     entries: list[Any] = [
         {
-            **{key: entry[key] for key in ("name", "learning_rate", "tuning", "validation_loss", "gap")},
+            **{field: entry[field] for field in ("name", "learning_rate", "tuning", "validation_loss", "gap")},
             "initializer_range": entry["settings"]["model_overrides"].get("initializer_range"),
             "warmup_ratio": entry["settings"].get("warmup_ratio"),
             "bits": entry["settings"].get("bits"),
-            "runs": [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]],
+            "runs": [{field: run[field] for field in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]],
         }
         for entry in results["entries"]
     ]
@@ -84,7 +85,8 @@ def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
 
 def _at_budget(recipe: CompareSettings, index: int, results: Sequence[Results]) -> dict[str, Any]:
     """Return the changes to a recipe at one budget, with what was tuned at smaller budgets."""
-    budgets, tune = recipe.budgets or (), recipe.tune
+    budgets = recipe.budgets or ()
+    tune = recipe.tune
     ratio = budgets[index] / budgets[-1]
     train = scaled_steps(recipe.train.model_dump(exclude_unset=True), ratio)
     entries = {name: entry.replace(set=scaled_steps(entry.set, ratio)) for name, entry in recipe.entries.items()}
@@ -127,15 +129,15 @@ def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
     ]
     if recipe.tune is not None and len(budgets) > 1:
         at = {
-            "smallest": "at the smallest budget, and held against their neighbours in whole runs at "
-            + ("each after it" if recipe.tune.check_full_length else "the next"),
+            "smallest": "at the smallest budget, then compared with their neighbours in runs of full length at "
+            + ("every larger budget" if recipe.tune.check_full_length else "the next budget"),
             "each": "at each budget",
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
         ranges = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
         tuned = [setting for setting, grid in ranges.items() if grid is not None]
         if tuned and recipe.tune.at == "smallest":
-            notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
+            notes.append(f"Each entry keeps the {' and the '.join(tuned)} that was best at the smallest budget.")
     # the notes of the last budget are there already
     for row in rows[:-1]:
         notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]
@@ -172,7 +174,8 @@ def _entry_at_width(
     recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None
 ) -> EntrySettings:
     """Return an entry at ``width``, with its operators at ``factor`` times their size."""
-    settings, config = recipe.settings_of(name), _model_config(recipe, name)
+    settings = recipe.settings_of(name)
+    config = _model_config(recipe, name)
     if width % config.num_attention_heads:
         raise ValueError(f"{name}: width {width} is not a multiple of its {config.num_attention_heads} heads")
     sized = at_width(settings, config, width)
@@ -191,13 +194,14 @@ def _with_overrides(recipe: CompareSettings, entry: EntrySettings, overrides: Ma
     if set(shared) - set(overrides):
         return entry.replace(set=rest | {"model_overrides": dict(overrides)})
     # Only what differs: an initialisation that all share is not the entry's own, and stays to be tuned.
-    own = {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
-    return entry.replace(set=rest | own)
+    changed = {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
+    return entry.replace(set=rest | changed)
 
 
 def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, EntrySettings]:
     """Return a narrower and a shallower dense model."""
-    settings, config = recipe.settings_of(reference), _model_config(recipe, reference)
+    settings = recipe.settings_of(reference)
+    config = _model_config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head_width = width // heads
     narrower = min(2 * round(_SHARE * head_width / 2), head_width - 2)  # rotary embeddings need even heads

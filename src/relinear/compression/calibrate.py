@@ -78,7 +78,9 @@ def states_on_disk(layers: int, stream: int, model_bytes: int) -> tuple[int, int
 
 
 class Calibration:
-    """Compute the statistics of ``targets`` over ``blocks``, anew on every call.
+    """Compute statistics of ``targets`` over ``blocks``.
+
+    Statistics are never stored; what ``map_layers`` makes of them is.
 
     Args:
         model: a Hugging Face decoder in eval mode.

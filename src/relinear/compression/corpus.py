@@ -129,14 +129,19 @@ class Documents:
     """Hold the documents of one corpus that are read so far; divide them into sections, and take blocks of these."""
 
     def __init__(self, name: str, data: Iterable[Any], tokenizer: Any, settings: CompressSettings) -> None:
-        self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
+        self.name = name
+        self.tokenizer = tokenizer
+        self.length = settings.sequence_length
+        self.seed = settings.seed
         self.items = iter_documents([data] if isinstance(data, str) else data, tokenizer)
         #: what was read, as text or token ids
         self.documents: list[Any] = []
         #: token ids that stand before each text
         self.prefix: list[int] = []
-        #: characters read, and the documents that are read whatever else than calibration is asked for
-        self.characters = self.calibration_documents = 0
+        #: characters read so far
+        self.characters = 0
+        #: number of documents read for calibration (the same whatever healing and evaluation need)
+        self.calibration_documents = 0
 
     def read(self, blocks: int, count: int) -> None:
         """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, or all there are.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relinear.activations.hook_points import HookPoint, Intervention
 from relinear.activations.interventions import intervene
-from relinear.analysis.analyses import HeldOutText, tokens_of
+from relinear.analysis.analyses import HeldOutText, held_out_tokens
 from relinear.contract.module_state import eval_mode
 from relinear.data import DataSettings
 from relinear.data.tokenizers import encode, text_start
@@ -263,7 +263,7 @@ def load_explored_model(
     check_length_fits(length, model)
     points = choose_hook_points(model, patterns)
     data = data or DataSettings()
-    ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
+    ids = held_out_tokens(HeldOutText(data, sequences, length), tokenizer)
     made_from = {
         "data": data.data,
         "weights": _file_keys(Path(name)),

@@ -38,6 +38,12 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
     return [Text("What was run", heading=True), Facts(facts)] if facts else []
 
 
+def loss_unit(train: Mapping[str, Any] | None) -> str:
+    """Return the unit of losses under training settings: nats per byte if tokens are bytes, else per token."""
+    data = (train or {}).get("data") or {}
+    return f"nats per {'byte' if data.get('tokenizer') == 'bytes' else 'token'}"
+
+
 def about(record: Mapping[str, Any], *words: str | None) -> str:
     """Return the line under a page's title: ``words`` and the date of ``record``, if known."""
     return " · ".join(map(str, filter(None, [*words, record.get("date")])))

@@ -406,7 +406,7 @@ def fit_in_folder(
         return _train_and_summarize(model, trainer, log, stop, resume)
 
 
-def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
+def final_validation_loss(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
     """Return the validation loss of ``model`` as at the end of a run; write the loss of every block to ``out_dir``."""
     from relinear.training.trainer import RelinearTrainer
 

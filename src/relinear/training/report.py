@@ -6,7 +6,7 @@ from typing import Any
 
 from relinear.pages.blocks import Block, Chart, Facts, Listing, Section, Text
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
-from relinear.pages.records import about, as_yaml, read_values, what_ran
+from relinear.pages.records import about, as_yaml, loss_unit, read_values, what_ran
 from relinear.system.text import gib
 from relinear.training.callbacks import read_metrics
 
@@ -26,7 +26,7 @@ def run_section(directory: Path) -> Section:
     result = record["result"] if isinstance(record.get("result"), dict) else {}
     blocks: list[Block] = [Text(_summary_sentence(record, result, rows[-1]["tokens"] if rows else 0), lead=True)]
     if curves:
-        panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
+        panel = Panel(curves, Axis(title="training tokens"), Axis(title=f"loss ({loss_unit(settings)})"))
         blocks.append(Chart("Loss against training tokens.", panel))
     if result:
         blocks += [Text("Results", heading=True), Facts(result_facts(result))]

@@ -37,7 +37,7 @@ from relinear.training.fitting import (
     NonFiniteLossError,
     TrainResult,
     allow_other_ranks_,
-    evaluate,
+    final_validation_loss,
     fit_in_folder,
     rank_count,
     remove_checkpoints,
@@ -163,7 +163,7 @@ def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: Train
         moments = gradient_moments(model, samples)
         checkpoint.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-    loss = evaluate(checkpoint.from_pretrained(target), data, settings, Path(str(result.out_dir)))
+    loss = final_validation_loss(checkpoint.from_pretrained(target), data, settings, Path(str(result.out_dir)))
     stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
     return dataclasses.replace(result, validation_loss=loss, perplexity=perplexity_of(loss), stored=stored)
 
