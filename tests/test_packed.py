@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 import relinear
 from cases import CASES, model_with
 from conftest import make_tiny_llama, mostly_slow
-from relinear.surgery.packed import SUFFIX, gradient_moments, packed, packed_bytes, packed_state, unpacked
+from relinear.surgery.packed import (
+    SUFFIX,
+    gradient_moments,
+    pack_parameter,
+    packed_bytes,
+    packed_state,
+    unpack_parameter,
+)
 from tiny_models import make_family
 
 
@@ -36,9 +43,8 @@ def check_round_trip(model, folder, bits, load=relinear.from_pretrained, moments
     found = loaded.state_dict()
     for name, value in stored.items():
         own = found[name.removesuffix(SUFFIX)]
-        assert torch.equal(own, unpacked(value, bits, own.shape) if name.endswith(SUFFIX) else value.to(own.dtype)), (
-            name
-        )
+        expected = unpack_parameter(value, bits, own.shape) if name.endswith(SUFFIX) else value.to(own.dtype)
+        assert torch.equal(own, expected), name
     return loaded
 
 
@@ -76,10 +82,12 @@ def test_moments_of_gradients_are_those_of_inputs_and_lower_the_loss_of_rounding
     assert torch.allclose(moments, 4 * (inputs.T @ inputs)[None], atol=1e-5)
     x = torch.randn(256, 16) @ torch.randn(16, 64)  # correlated, as inputs are
     weight = torch.randn(3, 32, 64)
-    rounded = [unpacked(packed(weight, 3, m), 3, weight.shape) for m in (None, (x.T @ x).expand(3, -1, -1))]
+    rounded = [
+        unpack_parameter(pack_parameter(weight, 3, m), 3, weight.shape) for m in (None, (x.T @ x).expand(3, -1, -1))
+    ]
     nearest, made_up = (((value - weight) @ x.T).norm() for value in rounded)
     assert made_up < 0.7 * nearest
-    assert torch.equal(packed(weight, 3, torch.zeros(3, 64, 64)), packed(weight, 3))
+    assert torch.equal(pack_parameter(weight, 3, torch.zeros(3, 64, 64)), pack_parameter(weight, 3))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])

@@ -71,7 +71,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
     stock = copy.deepcopy(model)
     with at_half_precision(stock):
         operators: Iterable[tuple[str, Any]] = named_operators(stock)
-        packed = {name: one.packed() for name, one in operators if packs(stock, one, one.config)}
+        packed = {name: one.compressed_tensors() for name, one in operators if packs(stock, one, one.config)}
         if not packed:
             raise ValueError(
                 "compressed-tensors packs linear layers of symmetric integers whose group divides their inputs, and "

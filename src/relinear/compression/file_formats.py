@@ -100,7 +100,7 @@ def _packed_layer_bytes(model: Any, module: Any, config: OperatorConfig | None) 
 @functools.lru_cache(maxsize=100_000)
 def _packed_bytes(config: OperatorConfig, inputs: int, outputs: int) -> int:
     operator: Any = config.build(inputs, outputs, device="meta", dtype=torch.bfloat16)
-    return sum(part.nbytes for part in operator.packed()[1].values())
+    return sum(part.nbytes for part in operator.compressed_tensors()[1].values())
 
 
 #: setting ``reader``, the program that will run the model -> its file format

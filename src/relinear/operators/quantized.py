@@ -142,7 +142,7 @@ class QuantizedLinear(FusedInference, Operator):
         return reference.gguf_rows(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
 
     @torch.no_grad()
-    def packed(self) -> tuple[dict[str, int], dict[str, Tensor]]:
+    def compressed_tensors(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         """Return settings and tensors in compressed-tensors' format "pack-quantized", for a symmetric layer.
 
         Codes take 4 or 8 bits, as vLLM reads no others.

@@ -57,7 +57,7 @@ def gradient_moments(model: nn.Module, samples: Iterable[Mapping[str, Tensor]]) 
 
 
 @torch.no_grad()
-def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
+def pack_parameter(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
     """Round a parameter (..., O, I) to 2^B values per group, and return it as bytes (rows, bytes).
 
     Args:
@@ -66,8 +66,8 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
         moments: (S, I, I), with which GPTQ lets errors compensate each other; None rounds to nearest.
     """
     if moments is not None and value.ndim > 2:
-        stack = value.reshape(-1, *value.shape[-2:])
-        return torch.cat([packed(matrix, bits, moment[None]) for matrix, moment in zip(stack, moments, strict=True)])
+        matrices = zip(value.reshape(-1, *value.shape[-2:]), moments, strict=True)
+        return torch.cat([pack_parameter(matrix, bits, moment[None]) for matrix, moment in matrices])
     rows = value.float().flatten(0, -2)
     # a matrix that only training uses has no gradient, so its moments are zero
     moment = None if moments is None or not bool(moments.any()) else shrunk(moments[0], _SHRINKAGE)
@@ -77,7 +77,7 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
     return torch.cat([pack(codes, bits), scales, zeros], 1)
 
 
-def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+def unpack_parameter(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """Return the parameter of ``shape`` in float32, which represents its values exactly."""
     inputs, groups = shape[-1], group_count(shape[-1], GROUP)
     codes, scales, zeros = stored.split([packed_width(inputs, bits), 2 * groups, groups], 1)
@@ -120,7 +120,7 @@ def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | No
     state: dict[str, Tensor] = {}
     for name, value, is_packed in _checkpoint_tensors(model, bits):
         moment = (moments or {}).get(name)
-        state |= {name + SUFFIX: packed(value, bits, moment)} if is_packed else {name: _half(value)}
+        state |= {name + SUFFIX: pack_parameter(value, bits, moment)} if is_packed else {name: _half(value)}
     return state
 
 
@@ -161,7 +161,7 @@ class Unpack(ConversionOps):
         """Return the one parameter in ``input_dict`` under its full name, in its dtype in ``model``."""
         ((stored,),) = input_dict.values()
         parameter = model.get_parameter(full_layer_name)
-        return {full_layer_name: unpacked(stored, self.bits, parameter.shape).to(parameter.dtype)}
+        return {full_layer_name: unpack_parameter(stored, self.bits, parameter.shape).to(parameter.dtype)}
 
 
 def check_packable(model: Any, bits: Any) -> None:
