@@ -14,11 +14,11 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.analysis.causality import CausalityError
 from relinear.hf.next_token_check import check_predicts_next_token
-from relinear.operators.context_manager import SharedContext
+from relinear.operators.context_manager import ContextNetwork
 from tiny_models import make_family
 
 
-class MeanPooled(SharedContext):
+class MeanPooled(ContextNetwork):
     """The manager that would explain perplexities too good to be true: a mean over the whole sequence."""
 
     def forward(self, source, valid=None, state=None):

@@ -177,7 +177,7 @@ def intervene(
             block's apply first.
 
     Returns:
-        A context manager: forwards within its block are changed.
+        A ``with`` block: forwards within it are changed.
 
     Raises:
         ValueError: at the call, for an unknown name (with the nearest names) or values of a wrong shape; on entry, in

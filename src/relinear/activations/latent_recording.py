@@ -62,7 +62,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         model: a model with operators that have a latent (``HDPL``).
 
     Returns:
-        A context manager that yields a mapping: ``recorded[name]`` has z, mu and sigma (..., R) of operator ``name``.
+        A ``with`` block that yields a mapping: ``recorded[name]`` has z, mu and sigma (..., R) of operator ``name``.
 
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.

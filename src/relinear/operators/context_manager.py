@@ -18,6 +18,7 @@ from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.contract.input_checks import check_features
 from relinear.contract.messages import quoted
+from relinear.deprecated import renamed_in_module
 from relinear.functional.upcast import upcast
 from relinear.hf.model_layout import is_checkpointing
 from relinear.hf.vocabulary import check_table_fits
@@ -120,7 +121,7 @@ class _GatedUnit(nn.Module):
 _MEMORIES: dict[str, type[_Average | _GatedUnit]] = {"ema": _Average, "gru": _GatedUnit}
 
 
-class SharedContext(ContextOwner):
+class ContextNetwork(ContextOwner):
     """Compute the context of ``ContextManager`` from a token and a memory of the tokens before it, by a small MLP.
 
     c_t = MLP(LayerNorm([e_t, s_t])) with the token's features e_t and the memory's state s_t after token t. With
@@ -327,5 +328,8 @@ class ContextManager(AttachmentConfig):
         decoder = decoder_for_context(model)
         table = decoder.get_input_embeddings()
         width = getattr(table, "embedding_dim", 0) or table.in_features
-        owner = SharedContext(self, table.num_embeddings, width, **factory_kwargs_like(table))
+        owner = ContextNetwork(self, table.num_embeddings, width, **factory_kwargs_like(table))
         owner.train(decoder.training).install(decoder)
+
+
+__getattr__ = renamed_in_module(__name__, SharedContext=ContextNetwork)
