@@ -29,7 +29,7 @@ def by_definition(weight: torch.Tensor, statistics: CalibrationStatistics, rank:
         values, vectors = torch.linalg.eigh(m)
         return (vectors * values**power) @ vectors.T
 
-    a, g = statistics.inputs, statistics.outputs
+    a, g = statistics.input_moment, statistics.gradient_moment
     u, s, v = torch.linalg.svd(root(g, 0.5) @ weight @ root(a, 0.5))
     return root(g, -0.5) @ (u[:, :rank] * s[:rank]) @ v[:rank] @ root(a, -0.5)
 
@@ -60,7 +60,7 @@ def test_energies_are_the_errors_of_every_rank(inputs: int, outputs: int) -> Non
         linear(inputs, outputs).weight.detach(),
         CalibrationStatistics(moment(inputs, 99, 1), moment(outputs, 99, 2)),
     )
-    spectrum = weighted_spectrum(weight, statistics.inputs, statistics.outputs, ridge=0)
+    spectrum = weighted_spectrum(weight, statistics.input_moment, statistics.gradient_moment, ridge=0)
     for rank in (1, 4, 9):
         down, up = spectrum.factors(weight, rank)
         assert float(statistics.error(weight - up @ down)) == pytest.approx(

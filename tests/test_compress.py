@@ -82,9 +82,9 @@ def test_moments_are_those_of_the_whole_model_at_labels_that_it_draws(kind: str,
     assert found.keys() == {name for group in in_layers(model).values() for name in group}
     for name, moments in found.items():
         x, g = inputs[name].flatten(0, 1), outputs[name].grad.flatten(0, 1)
-        assert moments.inputs.dtype == torch.float64
+        assert moments.input_moment.dtype == torch.float64
         assert moments.tokens == 128
-        for got, rows in ((moments.inputs, x), (moments.outputs, g)):
+        for got, rows in ((moments.input_moment, x), (moments.gradient_moment, g)):
             wanted = rows.T @ rows / 128
             assert float((got - wanted).norm() / wanted.norm()) < 1e-4, name
     calibration.release()
@@ -170,8 +170,8 @@ def test_states_take_at_most_twice_the_bytes_of_the_model(tmp_path, monkeypatch)
     assert len(calibration._permanent) < 8
     monkeypatch.setattr("relinear.compression.calibrate.states_on_disk", lambda *_: (8, 0))
     for name, moments in moments_of(calibrate(model, blocks, tmp_path / "one")).items():
-        assert torch.equal(found[name].inputs, moments.inputs)
-        assert torch.equal(found[name].outputs, moments.outputs)
+        assert torch.equal(found[name].input_moment, moments.input_moment)
+        assert torch.equal(found[name].gradient_moment, moments.gradient_moment)
 
 
 def test_what_a_killed_calibration_could_not_take_away_goes(tmp_path) -> None:
@@ -192,7 +192,7 @@ def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
         folder = tmp_path / str(len(found))
         found.append(compress(tiny(), texts, settings=settings, out_dir=folder, plan_only=True).corpus)
     assert torch.equal(found[0].blocks, found[1].blocks)
-    assert found[0].kinds == [0, 1] * 16
+    assert found[0].input_moments_by_text == [0, 1] * 16
 
 
 def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatch) -> None:

@@ -113,7 +113,7 @@ def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, sized) -> 
 def test_a_plan_of_bytes_needs_diagonals_of_gradients_and_only_types_that_its_reader_stores(sized) -> None:
     *_, found, configs = sized(*ASKED[1])
     assert found
-    assert all(statistics.outputs.ndim == 1 and statistics.inputs.ndim == 2 for statistics in found)
+    assert all(statistics.gradient_moment.ndim == 1 and statistics.input_moment.ndim == 2 for statistics in found)
     asked = {(config.bits, config.symmetric, config.levels) for config in configs if config.levels != "k"}
     uniform = {
         (bits, symmetric, "uniform") for bits, symmetric in ((4, True), (5, True), (8, True), (4, False), (5, False))

@@ -86,10 +86,10 @@ def test_each_kind_of_text_has_moments_of_its_own(tmp_path) -> None:
     both = moments_of(calibrate(tiny(), blocks, tmp_path / "both", kinds=kinds))
     alone = [moments_of(calibrate(tiny(), blocks[kind::2], tmp_path / str(kind))) for kind in (0, 1)]
     for name, found in both.items():
-        assert len(found.kinds) == 2
-        for own, one in zip(found.kinds, alone, strict=True):
-            torch.testing.assert_close(own, one[name].inputs, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found.inputs, sum(found.kinds) / 2)
+        assert len(found.input_moments_by_text) == 2
+        for own, one in zip(found.input_moments_by_text, alone, strict=True):
+            torch.testing.assert_close(own, one[name].input_moment, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.input_moment, sum(found.input_moments_by_text) / 2)
     mixed = read({"a": texts(40), "b": texts(40)})
     assert sorted(mixed.kinds) == [0] * 4 + [1] * 4
     assert "one kind of text" not in " ".join(mixed.remarks)
@@ -114,7 +114,7 @@ def test_statistics_that_have_changed_are_refused(times: int, tmp_path) -> None:
     blocks, good, bad = tokens(128)[0].view(8, 16), tmp_path / "good", tmp_path / "bad"
 
     def made(statistics):
-        return {name: s.inputs.clone() for name, s in statistics.items()}
+        return {name: s.input_moment.clone() for name, s in statistics.items()}
 
     def killed(statistics):
         if "model.layers.1.mlp.up_proj" in statistics:
@@ -164,7 +164,7 @@ def test_killed_while_a_layer_is_fitted_it_goes_on_with_that_layer(layer: int, t
         made.append(next(iter(statistics)).split(".")[2])
         if made == [str(index) for index in (2, 1, 0) if index >= layer]:
             raise KeyboardInterrupt
-        return {name: s.inputs.clone() for name, s in statistics.items()}
+        return {name: s.input_moment.clone() for name, s in statistics.items()}
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(tiny(), blocks, tmp_path / "killed").map_layers("fit", "all", make)

@@ -57,6 +57,14 @@ def test_a_fit_of_a_weight_works_under_its_old_name_and_warns() -> None:
     torch.testing.assert_close(layer.bias, linear.bias)
 
 
+def test_statistics_have_their_moments_under_their_old_names_and_warn() -> None:
+    statistics = CalibrationStatistics(torch.eye(3), torch.eye(2))
+    with pytest.warns(DeprecationWarning, match="inputs has a new name: input_moment"):
+        assert statistics.inputs is statistics.input_moment
+    with pytest.warns(DeprecationWarning, match="outputs has a new name: gradient_moment"):
+        assert statistics.outputs is statistics.gradient_moment
+
+
 def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() -> None:
     class OldFans(relinear.operators.low_rank.LowRankLinear):
         finite_fan_in = ()

@@ -111,7 +111,7 @@ def obq(weight: torch.Tensor, grid: Grid, group: int, moment: torch.Tensor, damp
 @pytest.mark.parametrize("inputs", [7, 40])
 def test_rounding_under_moments_is_the_plain_loop_of_obq(inputs: int) -> None:
     torch.manual_seed(0)
-    weight, moment = torch.randn(5, inputs).double(), moments_of(inputs, 5).inputs
+    weight, moment = torch.randn(5, inputs).double(), moments_of(inputs, 5).input_moment
     for bits in (2, 3):
         grid = nearest_grid(weight, bits, 16, False, moment.diagonal())
         codes = gptq(weight, grid, 16, moment)
@@ -196,8 +196,8 @@ def test_units_of_scales_cost_little() -> None:
     torch.manual_seed(0)
     linear, moments = torch.nn.Linear(256, 64, bias=False), moments_of(256, 64)
     linear.weight.data = torch.randn(64, 256) * torch.rand(64, 1)
-    weight, inputs = linear.weight, moments.inputs.float()
-    for config, expected in K_CONFIGS[0].candidate_errors(linear, CalibrationStatistics(moments.inputs)):
+    weight, inputs = linear.weight, moments.input_moment.float()
+    for config, expected in K_CONFIGS[0].candidate_errors(linear, CalibrationStatistics(moments.input_moment)):
         own = nearest_grid(weight, config.bits, config.group, config.symmetric, inputs.diagonal())
         missed = []
         for grid in (own, config.grid(weight, moments)):
@@ -232,11 +232,12 @@ def tried_one_by_one(
 def test_the_descent_is_that_of_trying_every_code(inputs: int, weighed: bool) -> None:
     torch.manual_seed(0)
     weight, both = torch.randn(6, inputs).double(), moments_of(inputs, 6)
-    moments = CalibrationStatistics(shrunk(both.inputs, 0.05), shrunk(both.outputs, 0.5) if weighed else None)
+    gradients = shrunk(both.gradient_moment, 0.5) if weighed else None
+    moments = CalibrationStatistics(shrunk(both.input_moment, 0.05), gradients)
     for bits in (2, 3):
         grid = nearest_grid(weight, bits, 16, False)
         start = round_to_nearest(weight, grid, 16)
-        codes = coordinate_descent(weight, start, grid, 16, moments.inputs, moments.outputs, sweeps=1)
+        codes = coordinate_descent(weight, start, grid, 16, moments.input_moment, moments.gradient_moment, sweeps=1)
         assert torch.equal(codes, tried_one_by_one(weight, start, grid, 16, moments))
         assert not torch.equal(codes, start)
 
@@ -245,10 +246,10 @@ def test_parts_of_many_rows_descend_too() -> None:
     torch.manual_seed(0)
     weight, moments = torch.randn(70, 20).double(), moments_of(20, 70)
     grid = nearest_grid(weight, 3, 16, False)
-    codes = gptq(weight, grid, 16, moments.inputs)
+    codes = gptq(weight, grid, 16, moments.input_moment)
     errors = [float(moments.error(weight - grid.values(codes, 16)))]
     for _ in range(3):
-        codes = coordinate_descent(weight, codes, grid, 16, moments.inputs, moments.outputs, sweeps=1)
+        codes = coordinate_descent(weight, codes, grid, 16, moments.input_moment, moments.gradient_moment, sweeps=1)
         errors.append(float(moments.error(weight - grid.values(codes, 16))))
     assert errors[0] > errors[1] > errors[2] > errors[3]
 
@@ -296,9 +297,10 @@ def test_the_error_of_gptq_is_foretold_without_it(weights: str, group: int, symm
         curve = config.candidate_errors(linear, moments)
     for entry, error in curve:
         grid = entry.grid(weight, moments)
-        missed = grid.values(gptq(weight, grid, group, moments.inputs), group) - weight
-        found = float((moments.outputs.diagonal() * (missed @ moments.inputs.float() * missed).sum(1)).sum())
-        size = float((moments.outputs.diagonal() * (weight @ moments.inputs.float() * weight).sum(1)).sum())
+        missed = grid.values(gptq(weight, grid, group, moments.input_moment), group) - weight
+        inputs, row_weights = moments.input_moment.float(), moments.gradient_moment.diagonal()
+        found = float((row_weights * (missed @ inputs * missed).sum(1)).sum())
+        size = float((row_weights * (weight @ inputs * weight).sum(1)).sum())
         assert error < 1.6 * found + 1e-6 * size, (entry.bits, error, found)
         # in one bit more than their grid has, groups are hit exactly, until GPTQ moves their weights
         assert (weights.startswith("on a") and entry.bits == 5) or 0.6 * found - 1e-6 * size < error, (
@@ -332,7 +334,7 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
     linear, config = torch.nn.Linear(40, 64, bias=False).double(), relinear.Quantized(bits=3, group=40)
     linear.weight.data = weight
     errors = []
-    for known in (statistics, CalibrationStatistics(statistics.inputs)):
+    for known in (statistics, CalibrationStatistics(statistics.input_moment)):
         fitted = config.convert(linear).fit_to_calibration_(linear, known)
         third = unlike[2].T @ unlike[2] / 2000
         errors.append(float(CalibrationStatistics(third).error(fitted.to_dense().detach() - weight)))

@@ -149,8 +149,8 @@ def test_an_expert_counts_by_the_tokens_that_reach_it() -> None:
     sums.add_inputs("expert", x)
     sums.outputs["expert"] = torch.eye(3).double()
     found = sums.statistics({"expert": layer}, tokens=8)["expert"]
-    torch.testing.assert_close(found.inputs, (x.T @ x).double() / 4)
-    torch.testing.assert_close(found.outputs, torch.eye(3).double() / 8)
+    torch.testing.assert_close(found.input_moment, (x.T @ x).double() / 4)
+    torch.testing.assert_close(found.gradient_moment, torch.eye(3).double() / 8)
 
 
 def test_experts_that_see_few_tokens_are_drawn_to_the_others() -> None:
@@ -162,8 +162,8 @@ def test_experts_that_see_few_tokens_are_drawn_to_the_others() -> None:
     found = shrunk_to_peers(given | {"layers.0.gate": seen(3, 1)})
     means = torch.eye(4).double() * (6 * 1 + 2 * 5) / 8, torch.eye(2).double() * (1 + 5) / 3
     assert found[names[0]] is given[names[0]]
-    torch.testing.assert_close(found[names[1]].inputs, 0.5 * means[0] + 0.5 * 5 * torch.eye(4).double())
-    torch.testing.assert_close(found[names[1]].outputs, 0.5 * means[1] + 0.5 * 5 * torch.eye(2).double())
-    torch.testing.assert_close((found[names[2]].inputs, found[names[2]].outputs), means)
+    torch.testing.assert_close(found[names[1]].input_moment, 0.5 * means[0] + 0.5 * 5 * torch.eye(4).double())
+    torch.testing.assert_close(found[names[1]].gradient_moment, 0.5 * means[1] + 0.5 * 5 * torch.eye(2).double())
+    torch.testing.assert_close((found[names[2]].input_moment, found[names[2]].gradient_moment), means)
     assert found[names[2]].tokens == 4
     assert found["layers.0.gate"].tokens == 1  # it has no peers

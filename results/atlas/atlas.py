@@ -108,8 +108,8 @@ def _curve(
     dense = size_of(module).parameters
     sizes = {config: size_of(module, config).parameters for config in entry.candidates(*linear_features(module))}
     nearest = {min(sizes, key=lambda config: abs(sizes[config] - share * dense)) for share in given.shares if sizes}
-    outputs = None if moments.outputs is None else moments.outputs.float()
-    single = CalibrationStatistics(moments.inputs.float(), outputs)  # half the time
+    outputs = None if moments.gradient_moment is None else moments.gradient_moment.float()
+    single = CalibrationStatistics(moments.input_moment.float(), outputs)  # half the time
     return [(config, config.fit_error(module, single, steps=given.steps)) for config in nearest]
 
 

@@ -54,7 +54,7 @@ def main() -> None:
         setting = point["setting"].partition("(")[2].rstrip(")").replace(" ", "")
         config, weight = OperatorConfig.read(f"{kind}:{setting}".rstrip(":")), dense_weight(layer).clone()
         operator = config.build(*linear_features(layer), bias=False)
-        single = CalibrationStatistics(moments.inputs.float(), moments.outputs.float())
+        single = CalibrationStatistics(moments.input_moment.float(), moments.gradient_moment.float())
         operator.fit_to_calibration_(linear_of(weight), single, steps=record["settings"]["steps"])
         layer.weight.copy_(operator.to_dense())
         found = predict(model, ids).compared_with(original)

@@ -40,7 +40,7 @@ def figures(model, calibration: SavedStatistics) -> dict:
         curve = {config.bits: error / 2 for config, error in calibration.candidate_errors(entry, name, layer)}
         costs[name] = curve
         options[name] = [Candidate(entry.replace(bits=b), (b + 24 / 64) * weights[name], e) for b, e in curve.items()]
-        rows[name] = geometric(calibration.moments(name).outputs.diagonal())
+        rows[name] = geometric(calibration.moments(name).gradient_moment.diagonal())
     whole = sum(weights.values())
 
     def bound(share) -> float:

@@ -85,7 +85,7 @@ def rounded(
         return operator.fit_to_calibration_(source, moments)
     weight = dense_weight(source).detach().float()
     grid = config.grid(weight, moments)
-    return taken(operator, source, grid, gptq(weight, grid, config.group, moments.inputs))
+    return taken(operator, source, grid, gptq(weight, grid, config.group, moments.input_moment))
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def correct_(model: nn.Module, calibration: SavedStatistics, bits: float) -> dic
         layer = model.get_submodule(name)
         outputs, inputs = layer.weight.shape
         rank = int((bits - whole) * inputs * outputs / FACTOR_BITS / (inputs + outputs))
-        layer.weight.copy_(caldera(layer.weight, calibration.moments(name).inputs, whole, rank))
+        layer.weight.copy_(caldera(layer.weight, calibration.moments(name).input_moment, whole, rank))
         weights += inputs * outputs
         stored += whole * inputs * outputs + FACTOR_BITS * rank * (inputs + outputs)
     return {"bits": stored / weights, "bytes": stored_bytes(model) - 2 * weights + stored / 8}
@@ -161,7 +161,7 @@ def round_in_order_(
         for handle in handles:
             handle.remove()
         for name, module in own.items():
-            outputs = None if calibration is None else calibration.moments(name).outputs
+            outputs = None if calibration is None else calibration.moments(name).gradient_moment
             moments = CalibrationStatistics(seen[name] / blocks.numel(), outputs)
             put_(model, name, rounded(module, configs[name], moments, calibration is not None))
         states = [layers.layer(index, state) for state in states]

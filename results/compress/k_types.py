@@ -74,7 +74,7 @@ def main() -> None:
         in_layers = by_decoder_layer(model, layers)
         calibration = Calibration(model, blocks, in_layers, Path(folder) / "calibration", settings)
         moments = SavedStatistics.of(calibration, Path(folder) / "moments")
-        known = {name: CalibrationStatistics(moments.moments(name).inputs) for name in layers}
+        known = {name: CalibrationStatistics(moments.moments(name).input_moment) for name in layers}
     for name, layer in layers.items():
         weight, statistics = dense_weight(layer), known[name]
         whole = float(statistics.error(weight.double()))
@@ -84,7 +84,7 @@ def main() -> None:
             rounded = {
                 "compress": ours.to_dense(),
                 "nearest": grid.values(round_to_nearest(weight, grid, config.group), config.group),
-                "llama.cpp": by_llama(weight, kind, statistics.inputs.diagonal(), given.program),
+                "llama.cpp": by_llama(weight, kind, statistics.input_moment.diagonal(), given.program),
             }
             found = {way: float(statistics.error((values - weight).double())) for way, values in rounded.items()}
             for way, error in (found | {"predicted": predicted}).items():

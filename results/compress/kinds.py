@@ -50,9 +50,8 @@ def measure(model, blocks: dict[str, Tensor], settings: CompressSettings, work: 
 
         def keep(statistics, kind=kind) -> dict:
             for name, known in statistics.items():
-                save_tensors(
-                    work / kind / f"{name}.safetensors", {"A": known.inputs.float(), "G": known.outputs.float()}
-                )
+                tensors = {"A": known.input_moment.float(), "G": known.gradient_moment.float()}
+                save_tensors(work / kind / f"{name}.safetensors", tensors)
             return {}
 
         (work / kind).mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def corrected(weight: Tensor, bits: int, rank: int, moments: CalibrationStatisti
     for _ in range(TURNS):
         integers = in_integers(weight - low_rank, bits, moments)
         rest = weight - integers
-        down, up = weighted_spectrum(rest, moments.inputs, moments.outputs).factors(rest, rank)
+        down, up = weighted_spectrum(rest, moments.input_moment, moments.gradient_moment).factors(rest, rank)
         low_rank = in_integers(up.T.float(), 8, None).T @ in_integers(down.float(), 8, None)
         best = min(best, integers + low_rank, key=lambda found: error(weight, found, moments))
     return best

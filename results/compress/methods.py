@@ -76,11 +76,11 @@ def texts(path: str):
 
 def moments_of(method: str, moments: CalibrationStatistics) -> CalibrationStatistics:
     """What a method of equal shares knows of the data."""
-    size = len(moments.inputs)
+    size = len(moments.input_moment)
     if method == "scaled":
-        return CalibrationStatistics(moments.inputs.diagonal().diag())
+        return CalibrationStatistics(moments.input_moment.diagonal().diag())
     if method == "whitened":
-        return CalibrationStatistics(moments.inputs)
+        return CalibrationStatistics(moments.input_moment)
     return moments if method == "two-sided" else CalibrationStatistics.identity(size)
 
 
@@ -126,7 +126,7 @@ def shared_(model: nn.Module, names: list[str], calibration: SavedStatistics, ke
         stacked = torch.cat(weights)
         outputs, inputs = stacked.shape
         rank = max(1, int(keep * inputs * outputs / (inputs + outputs)))
-        joint = sum(calibration.moments(name).inputs for name in group)
+        joint = sum(calibration.moments(name).input_moment for name in group)
         down, up = weighted_spectrum(stacked, joint).factors(stacked, rank)
         parts = (up @ down).split([len(weight) for weight in weights])
         for name, weight in zip(group, parts, strict=True):

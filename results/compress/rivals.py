@@ -108,7 +108,7 @@ def scale_inputs_(
 ) -> dict[str, Tensor]:
     """Scale the inputs of a Llama's layers as AWQ does; the squared inputs after that, by layer, weigh its clipping."""
     magnitudes = _magnitudes(model, calibration.names, blocks)
-    importance = {name: calibration.moments(name).inputs.diagonal() for name in calibration.names}
+    importance = {name: calibration.moments(name).input_moment.diagonal() for name in calibration.names}
     scales: dict[str, Tensor] = {}
     shared = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
     groups = [
@@ -137,7 +137,7 @@ def scale_inputs_(
 
 def _best_scale(weights: list[Tensor], moments: CalibrationStatistics, magnitude: Tensor, config: Quantized) -> Tensor:
     """The scale (I,) of least summed output error."""
-    inputs = moments.inputs.to(magnitude)
+    inputs = moments.input_moment.to(magnitude)
     best, found = torch.inf, torch.ones_like(magnitude)
     for step in range(ALPHAS):
         scale = magnitude.pow(step / ALPHAS).clamp_min(1e-4)

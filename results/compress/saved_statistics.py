@@ -29,7 +29,8 @@ class SavedStatistics:
         def keep(statistics: Statistics) -> dict:
             for name, known in statistics.items():
                 counts[name] = known.tokens
-                save_tensors(folder / f"{name}.safetensors", {"A": known.inputs.clone(), "G": known.outputs.clone()})
+                tensors = {"A": known.input_moment.clone(), "G": known.gradient_moment.clone()}
+                save_tensors(folder / f"{name}.safetensors", tensors)
             return {}
 
         if not (folder / "moments.json").is_file():

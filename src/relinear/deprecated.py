@@ -148,6 +148,7 @@ _ATTRIBUTES_OF_0_2 = {
     "AttachmentConfig": {"for_part": "for_model"},
     "AuxiliaryLossMixin": {"aux_losses": "auxiliary_losses", "note": "record_auxiliary"},
     "CCL": {"basis_gates": "basis_gate_count"},
+    "CalibrationStatistics": {"inputs": "input_moment", "outputs": "gradient_moment"},
     "CompressReport": {"left": "out_of_reach"},
     "Coordinates": {"spread": "ratio"},
     "Coverage": {"left": "skipped", "layers": "replaced_layers", "parameters": "replaced_parameters"},

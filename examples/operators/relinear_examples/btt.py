@@ -60,9 +60,10 @@ class BTTLinear(StructuredLinear):
         """The best fit under what the moments say within each sub-block: exact where they say nothing between them."""
         (i1, _, i2), (o2, o1, _), rank = self.first.shape, self.second.shape, self.config.rank
         blocks = weight.reshape(o1, o2, i1, i2).permute(1, 2, 0, 3)  # (O2, I1) matrices (O1, I2)
-        outputs = torch.eye(o1 * o2).to(weight) if statistics.outputs is None else statistics.outputs.to(weight)
+        gradients = statistics.gradient_moment
+        outputs = torch.eye(o1 * o2).to(weight) if gradients is None else gradients.to(weight)
         outer = roots(outputs.view(o1, o2, o1, o2).diagonal(dim1=1, dim2=3).permute(2, 0, 1))  # (O2, O1, O1) each
-        inner = roots(statistics.inputs.to(weight).view(i1, i2, i1, i2).diagonal(dim1=0, dim2=2).permute(2, 0, 1))
+        inner = roots(statistics.input_moment.to(weight).view(i1, i2, i1, i2).diagonal(dim1=0, dim2=2).permute(2, 0, 1))
         u, s, vh = torch.linalg.svd(outer[0][:, None] @ blocks @ inner[0], full_matrices=False)
         root = s[..., :rank].sqrt()
         first = (root[..., None] * vh[..., :rank, :] @ inner[1]).transpose(0, 1).flatten(1, 2)

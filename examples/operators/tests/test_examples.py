@@ -269,8 +269,8 @@ def test_btt_is_exact_where_moments_say_nothing_between_sub_blocks() -> None:
         torch.arange(32) // 8,
         torch.arange(48) % 8,
     )  # the first index of inputs, the second of outputs
-    inputs = statistics.inputs * (at_inputs[:, None] == at_inputs)
-    statistics = CalibrationStatistics(inputs, statistics.outputs * (at_outputs[:, None] == at_outputs))
+    inputs = statistics.input_moment * (at_inputs[:, None] == at_inputs)
+    statistics = CalibrationStatistics(inputs, statistics.gradient_moment * (at_outputs[:, None] == at_outputs))
     layer = BTT(rank=2).build(32, 48, bias=False, dtype=torch.float64)
     with torch.no_grad():
         for name, value in layer.begin(weight, statistics).items():

@@ -82,17 +82,17 @@ def shrunk_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
     shrunk, mixed = dict(statistics), dict[int, Tensor]()
     for names in grouped((re.sub(r"\.\d+\.", ".*.", name), name) for name in statistics).values():
         counts = {name: statistics[name].tokens or 0 for name in names}
-        size, reached = len(statistics[names[0]].inputs), [name for name in names if counts[name]]
+        size, reached = len(statistics[names[0]].input_moment), [name for name in names if counts[name]]
         if len(names) == 1 or not reached or min(counts.values()) >= size:
             continue
-        inputs: Any = sum(counts[name] * statistics[name].inputs for name in reached) / sum(counts.values())
-        outputs: Any = sum(statistics[name].outputs for name in reached) / len(names)  # type: ignore[misc]
+        inputs: Any = sum(counts[name] * statistics[name].input_moment for name in reached) / sum(counts.values())
+        outputs: Any = sum(statistics[name].gradient_moment for name in reached) / len(names)  # type: ignore[misc]
         for name, count in counts.items():
             if count < size:
                 measured, share = statistics[name], count / size
-                if (key := id(measured.inputs)) not in mixed:  # gate and up have the same inputs
-                    mixed[key] = torch.lerp(inputs, measured.inputs, share)
-                gradients = torch.zeros_like(outputs) if measured.outputs is None else measured.outputs
+                if (key := id(measured.input_moment)) not in mixed:  # gate and up have the same inputs
+                    mixed[key] = torch.lerp(inputs, measured.input_moment, share)
+                gradients = torch.zeros_like(outputs) if measured.gradient_moment is None else measured.gradient_moment
                 shrunk[name] = CalibrationStatistics(mixed[key], torch.lerp(outputs, gradients, share), size)
     return shrunk
 

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relinear.deprecated import with_attributes_of_0_2
 
+
+@with_attributes_of_0_2
 @dataclasses.dataclass(frozen=True)
 class CalibrationStatistics:
     """The second moments of a layer's inputs and output gradients on the calibration data.
@@ -20,22 +23,24 @@ class CalibrationStatistics:
     metric G over inputs whose second moment is A.
 
     Attributes:
-        inputs: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
-        outputs: G (O, O), the mean of g g^T over the loss's gradients g at the output, or its diagonal (O,); None is I.
+        input_moment: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
+        gradient_moment: G (O, O), the mean of g g^T over the loss's gradients g at the output, or its diagonal (O,);
+            None is I.
         tokens: number of calibration tokens; None if unknown.
-        kinds: A (I, I) of each kind of calibration text, if there are several.
+        input_moments_by_text: A (I, I) of each kind of calibration text, if there are several.
     """
 
-    inputs: Tensor
-    outputs: Tensor | None = None
+    input_moment: Tensor
+    gradient_moment: Tensor | None = None
     tokens: int | None = None
-    kinds: tuple[Tensor, ...] = ()
+    input_moments_by_text: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, moment in (("inputs", self.inputs), ("outputs", self.outputs)):
+        for name in ("input_moment", "gradient_moment"):
+            moment = getattr(self, name)
             if moment is None:
                 continue
-            is_diagonal = moment is self.outputs and moment.ndim == 1
+            is_diagonal = name == "gradient_moment" and moment.ndim == 1
             if not is_diagonal and (moment.ndim != 2 or moment.shape[0] != moment.shape[1]):
                 raise ValueError(f"statistics: {name} must be a square matrix, got shape {tuple(moment.shape)}")
             if not bool(torch.isfinite(moment).all()):
@@ -48,17 +53,18 @@ class CalibrationStatistics:
 
     def check(self, in_features: int, out_features: int) -> None:
         """Raise ValueError unless the statistics have a layer's sizes."""
-        sizes = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
+        gradients = self.gradient_moment
+        sizes = self.input_moment.shape[0], out_features if gradients is None else gradients.shape[0]
         if sizes != (in_features, out_features):
             raise ValueError(f"statistics of sizes {sizes} do not fit a layer of sizes {in_features, out_features}")
 
     def weighted(self, difference: Tensor) -> Tensor:
         """Return G D A for a difference D (O, I): half the gradient of ``error``."""
-        weighted = difference @ self.inputs.to(difference)
-        if self.outputs is None:
+        weighted = difference @ self.input_moment.to(difference)
+        if self.gradient_moment is None:
             return weighted
-        outputs = self.outputs.to(difference)
-        return outputs[:, None] * weighted if outputs.ndim == 1 else outputs @ weighted
+        gradients = self.gradient_moment.to(difference)
+        return gradients[:, None] * weighted if gradients.ndim == 1 else gradients @ weighted
 
     def error(self, difference: Tensor) -> Tensor:
         """Return the scalar tr(G D A D^T) for a difference D = W - W' (O, I)."""
@@ -70,10 +76,10 @@ def fit_by_lbfgs_(operator: Any, weight: Tensor, statistics: CalibrationStatisti
 
     The parameters stay if the error rises or is NaN.
     """
-    high_precision = deepcopy(operator).to(statistics.inputs.dtype).train()
+    high_precision = deepcopy(operator).to(statistics.input_moment.dtype).train()
     bias = high_precision.bias
     parameters = [p.requires_grad_(True) for p in high_precision.parameters() if p is not bias]
-    weight = weight.detach().to(statistics.inputs)
+    weight = weight.detach().to(statistics.input_moment)
     scale = float(statistics.error(weight)) or 1.0
     optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
 

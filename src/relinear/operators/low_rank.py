@@ -45,9 +45,8 @@ class RankLinear(Operator):
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
         """Set the factors to the exact solution G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` is ignored."""
-        self.set_factors_(
-            *weighted_spectrum(weight, statistics.inputs, statistics.outputs).factors(weight, self.config.rank)
-        )
+        spectrum = weighted_spectrum(weight, statistics.input_moment, statistics.gradient_moment)
+        self.set_factors_(*spectrum.factors(weight, self.config.rank))
 
 
 class LowRankLinear(RankLinear):
@@ -106,7 +105,7 @@ class RankConfig(OperatorConfig):
     ) -> list[tuple[OperatorConfig, float]]:
         """Return candidates with their errors, from one decomposition."""
         weight = dense_weight(linear).detach()
-        energies = weighted_spectrum(weight, statistics.inputs, statistics.outputs).energies
+        energies = weighted_spectrum(weight, statistics.input_moment, statistics.gradient_moment).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
         configs = self.candidates(*linear_features(linear)) if configs is None else configs
         return [(config, errors[config.rank]) for config in configs]  # type: ignore[attr-defined]

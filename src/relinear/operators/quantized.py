@@ -171,10 +171,10 @@ class QuantizedLinear(FusedInference, Operator):
         """
         weight, group = weight.float(), self.config.group
         shrinkage = INPUTS_SHRINKAGE
-        if len(statistics.kinds) > 1:
-            shrinkage, _ = cross_validated_shrinkage(statistics.kinds)
-        inputs = shrunk(statistics.inputs.to(weight), shrinkage)
-        outputs = statistics.outputs
+        if len(statistics.input_moments_by_text) > 1:
+            shrinkage, _ = cross_validated_shrinkage(statistics.input_moments_by_text)
+        inputs = shrunk(statistics.input_moment.to(weight), shrinkage)
+        outputs = statistics.gradient_moment
         independent_rows = outputs is not None and outputs.ndim == 1
         rounded = []
         for rows in weight.split(ROWS_AT_ONCE if independent_rows else len(weight)):
@@ -297,7 +297,7 @@ class Quantized(OperatorConfig):
 
     def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
         """Return scales and zero points for rounding ``weight`` (O, I)."""
-        importance = None if statistics is None else statistics.inputs.diagonal()
+        importance = None if statistics is None else statistics.input_moment.diagonal()
         levels = self.level_values(weight)
         grid = nearest_grid(weight, self.bits, self.group, self.symmetric, importance, levels=levels)
         if self.levels == "k":
@@ -314,13 +314,14 @@ class Quantized(OperatorConfig):
         This ignores what the descent under G gains, mostly on the calibration tokens alone.
         """
         weight = dense_weight(linear).detach().float()
-        several = len(statistics.kinds) > 1
-        costs = cross_validated_shrinkage(statistics.kinds)[1] if several else gptq_costs(statistics.inputs)
+        by_text, gradients = statistics.input_moments_by_text, statistics.gradient_moment
+        several = len(by_text) > 1
+        costs = cross_validated_shrinkage(by_text)[1] if several else gptq_costs(statistics.input_moment)
         count = min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY))
         rows = torch.linspace(0, len(weight) - 1, count).long().to(weight.device)
         row_weights = torch.ones(len(weight))
-        if statistics.outputs is not None:
-            row_weights = statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()
+        if gradients is not None:
+            row_weights = gradients if gradients.ndim == 1 else gradients.diagonal()
         costs, row_weights = costs.to(weight), row_weights.to(weight)
         errors = list[tuple[OperatorConfig, float]]()
         for config in self.candidates(*reversed(weight.shape)) if configs is None else configs:
