@@ -309,9 +309,9 @@ def test_latents_of_known_encoders() -> None:
         layer.logvar.bias.zero_()
     (found,) = latent_statistics(model, IDS).values()
     assert (found["size"], found["active"]) == (3, 1)
-    assert found["deviation"][1:] == [0, 0]
+    assert found["std"][1:] == [0, 0]
     assert found["sigma"] == pytest.approx(1)
-    assert found["nats"] >= 0.5 * found["deviation"][0] ** 2 - 1e-6  # half the mean square of the one that moves
+    assert found["nats"] >= 0.5 * found["std"][0] ** 2 - 1e-6  # half the mean square of the one that moves
     still = make_tiny_llama(num_hidden_layers=1)
     relinear.replace_(still, {"q_proj": relinear.HDPL(rank=3, blocks=2, noise=False)})
     (without,) = latent_statistics(still, IDS).values()

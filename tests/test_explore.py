@@ -493,7 +493,7 @@ def test_the_file_shows_units_without_a_server(browser, explored, tmp_path) -> N
     path.write_text(static_page([explored, explored], effects=3), encoding="utf-8")
     view, wrong = view_of(browser, path.as_uri(), "file:")
     assert view.locator(".pane").count() == 2
-    assert "To type texts or change units, run relinear explore" in view.locator("#how").inner_text()
+    assert "To type texts or change units, run relinear explore" in view.locator("#help").inner_text()
     assert view.get_by_role("button", name="Change it").count() == 0
     unit = view.locator("[data-role=unit]").first
     expected = explored.unit(Q0, 0)

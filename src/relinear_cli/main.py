@@ -188,7 +188,8 @@ def _usage_message(error: Any) -> str:
     """Return the message of typer's usage error, rephrased."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
-        flag, text = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
+        flag = (error.param.opts or [error.param.name])[0]
+        text = fault["msg"].removeprefix("Value error, ")
         expected = text.removeprefix("Input should be ").partition(", unable to parse")[0]
         return f"{flag}: {text}" if text.startswith(expected) else f"{flag} must be {expected}, got {fault['input']!r}"
     return str(error.format_message())

@@ -83,7 +83,8 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
         raise ValueError(
             "--csv and --latex take the directory of one finished comparison; start an unfinished one again: it goes on"
         )
-    results, files = read_results(folders[0]), dict[Path, str]()
+    results = read_results(folders[0])
+    files: dict[Path, str] = {}
     if csv is not None:
         files[csv] = as_csv(table_rows(results))
         files[csv.with_name(f"{csv.stem}-curves{csv.suffix}")] = as_csv(curve_rows(results))
@@ -136,7 +137,8 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
         if names:
             with damaged_file_errors(folder / "run.json", "damaged", "start the run again"):
                 data = DataSettings(**read_json(folder / "run.json")["settings"]["data"])
-            text, out = HeldOutText(data, samples, fewer=True), folder / "analysis"
+            text = HeldOutText(data, samples, fewer=True)
+            out = folder / "analysis"
             analyze_saved(str(folder / "model"), text, out, names, loaded=model, overwrite=overwrite)
 
 

@@ -75,10 +75,12 @@ def command(
     settings = options.load_changed(TrainSettings, recipe, values, changed)
     options.prepare_process(models=[settings.model])
     if is_first_rank():  # a launcher may have started fewer ranks than expected
-        ranks, sequences = rank_count(), settings.batch_size * settings.accumulation
+        ranks = rank_count()
+        sequences = settings.batch_size * settings.accumulation
         description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences per step"
         print(f"{description} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
-        run_settings, folder = settings.model_dump(mode="json"), run_folder(out, settings, overwrite)
+        run_settings = settings.model_dump(mode="json")
+        folder = run_folder(out, settings, overwrite)
         if dry_run or (ranks == 1 and folder.check(run_settings, overwrite=overwrite) is None):
             print_requirements(training_requirements(settings))
     if dry_run:

@@ -95,7 +95,8 @@ def run(subject: Subject) -> dict[str, Any]:
     if len(names) > 1:  # two sources joined in the middle show whether y changes there
         halves = subject.ids[:, : length // 2]
         y = subject.model.context(torch.cat([halves[:-1], halves[1:]], 1)).float()
-    step, order = max(1, length // POSITIONS), y[0].std(0).argsort(descending=True)[:COMPONENTS]
+    step = max(1, length // POSITIONS)
+    order = y[0].std(0).argsort(descending=True)[:COMPONENTS]
     points, method = embedded(vectors)
     classes = [index % len(names) for index in range(len(vectors))]
     results: dict[str, Any] = {
@@ -138,7 +139,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
         points.append(Series(name=name, number=number, x=x, y=y, mode="points"))
-    position, method = Axis(title="position"), numbers["embedding"]
+    position = Axis(title="position")
+    method = numbers["embedding"]
     plane = Axis(title=f"{method}, first dimension"), Axis(title=f"{method}, second dimension")
     products = "Dot products of normalised y; texts of two sources are joined in the middle."
     charts = {

@@ -31,7 +31,8 @@ def ridge_errors(samples: Samples, count: int = 256) -> np.ndarray:
     error is against U x + b without noise, as for the models.
     """
     task: RegressionTask = samples.task
-    errors, count = np.zeros(task.pairs), min(count, len(samples))
+    errors = np.zeros(task.pairs)
+    count = min(count, len(samples))
     for drawn in map(samples.draw, range(count)):
         x = np.concatenate([drawn["x"], np.ones((task.pairs, 1))], 1)
         for n in range(task.pairs):

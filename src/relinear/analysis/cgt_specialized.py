@@ -46,7 +46,8 @@ def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float =
 def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, rate: float = 0.03) -> Tensor:
     """Return the single y (E,) of lowest loss on texts ids (N, H), by Adam from ``start``; the model is unchanged."""
     y = start.clone().requires_grad_()
-    optimizer, generator = torch.optim.Adam([y], rate), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam([y], rate)
+    generator = torch.Generator().manual_seed(0)
     with eval_mode(model):
         for _ in range(steps):
             part = ids[torch.randperm(len(ids), generator=generator)[:16]]

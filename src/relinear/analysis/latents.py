@@ -32,8 +32,8 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
     """Return every operator's latent over the tokens ``ids`` (N, tokens in each), in eval mode.
 
     Returns:
-        {layer: {"deviation": standard deviation of every dimension's mean over tokens, largest first, (R,); "sigma":
-        mean standard deviation of the posterior; "nats": mean divergence from the prior a token, over all dimensions,
+        {layer: {"std": standard deviation of every dimension's mean over tokens, largest first, (R,); "sigma": mean
+        standard deviation of the posterior; "nats": mean divergence from the prior a token, over all dimensions,
         None if nothing is sampled; "active": how many dimensions vary by more than ``ACTIVE``; "size": R}}.
 
     Raises:
@@ -59,7 +59,7 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
         variance = (total["squares"] / tokens - (total["mu"] / tokens).square()).clamp_min(0)
         nats = total["nats"] / tokens
         statistics[name] = {
-            "deviation": variance.sqrt().sort(descending=True).values.tolist(),
+            "std": variance.sqrt().sort(descending=True).values.tolist(),
             "sigma": total["sigma"] / tokens / len(variance),
             "nats": nats if math.isfinite(nats) else None,
             "active": int((variance > ACTIVE).sum()),
@@ -84,7 +84,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, (name, row) in enumerate(numbers.items()):
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
         rows.append(layer_row(name, active, Cell.of(row["nats"]), Cell.of(row["sigma"])))
-        x, y = range(1, row["size"] + 1), [round(v, 5) for v in row["deviation"]]
+        x = range(1, row["size"] + 1)
+        y = [round(v, 5) for v in row.get("std") or row["deviation"]]  # "deviation": files of earlier versions
         text = f"{name}: {active.text} active"
         line = Series(name=name, x=x, y=y, number=number, texts=text, mode="plain", opacity=0.7, legend=False)
         series.append(line)

@@ -149,13 +149,13 @@ def _shown_channels(record: GateRecord) -> dict[str, Any]:
         return {}
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
     # the range without half a per cent of the values on either side
-    spread = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
+    color_range = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
     names, maps = list(record.channel), {}
     for name in (names[i] for i in _spaced(len(names), MAPS)):
         gate = record.channel[name].numpy()
         channels = _spaced(gate.shape[1], CHANNELS)
         values = [[round(v, 3) for v in row] for row in gate[:, channels].tolist()]
-        maps[name] = {"channels": channels, "values": values, "spread": spread}
+        maps[name] = {"channels": channels, "values": values, "color_range": color_range}
     return maps
 
 
@@ -224,10 +224,10 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
 def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     """Return the channel gate of a layer as a heat map."""
     row, shown = numbers["modules"][name], numbers["channel"][name]
-    spread = shown["spread"]
+    color_range = shown.get("color_range") or shown["spread"]  # "spread": files of earlier versions
     words = numbered(numbers["tokens"][: len(shown["values"])])
     channels = [f"channel {channel}" for channel in shown["channels"]]
-    scale: dict[str, Any] = {"bounds": (1 - spread, 1 + spread), "what": "gate", "diverging": True}
+    scale: dict[str, Any] = {"bounds": (1 - color_range, 1 + color_range), "what": "gate", "diverging": True}
     heat = Heat(values=shown["values"], x=channels, y=words, **scale)
     text = (
         f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: a row per token, a "

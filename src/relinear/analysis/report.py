@@ -36,7 +36,9 @@ def analyses_blocks(directory: Path) -> list[Block]:
 
 def analyses_section(directory: Path) -> Section:
     """Return the page's section about a directory that has only analyses. Raises as ``analyses_blocks``."""
-    blocks, model, note = analyses_blocks(directory), directory.resolve().name, ""
+    blocks = analyses_blocks(directory)
+    model = directory.resolve().name
+    note = ""
     titles = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
     if (directory / RECORD).is_file():
         record = read_values(directory / RECORD)

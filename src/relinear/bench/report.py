@@ -73,7 +73,8 @@ def _charts_by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, s
         dots = []
         for row in sorted(by_tokens[tokens], key=lambda row: list(palette).index(row["contender"])):
             case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {row['phase']}"
-            name, hollow = row["contender"], row["phase"] != "forward"
+            name = row["contender"]
+            hollow = row["phase"] != "forward"
             dots.append(_dot(name, palette, row["ratio"], name, case, size=9, hollow=hollow))
         many = f"{tokens:,} token{'s' * (tokens > 1)}"
         bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})

@@ -209,7 +209,9 @@ class EntrySearch:
 
     def _final_run(self, choice: Choice, seed: int) -> Run:
         """Return the run of a seed. A run at a rate at which another seed has since diverged is renamed."""
-        name, seeds, diverged = self.entry.name, self.recipe.seeds, self._diverged_rates()
+        name = self.entry.name
+        seeds = self.recipe.seeds
+        diverged = self._diverged_rates()
         folder = seed_folder(self.out_dir, name, seed)
         if diverged and (folder / RUN).is_file():
             rate = read_json(folder / RUN)["settings"]["learning_rate"]

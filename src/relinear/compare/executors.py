@@ -106,7 +106,8 @@ class ProcessExecutor(_ThreadPerCall):
             error, result = receive.recv()
         except EOFError:
             process.join()
-            error, result = _lost_process_error(process.exitcode, self._log), None
+            error = _lost_process_error(process.exitcode, self._log)
+            result = None
         receive.close()
         process.join()
         self._running.discard(process)

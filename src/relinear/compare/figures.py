@@ -78,7 +78,8 @@ def pareto(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
         "forward FLOPs per token": lambda entry: entry["flops_per_token"],
         "training µs per token": _training_microseconds,
     }
-    marks, panels = _marks(entries, palette), []
+    marks = _marks(entries, palette)
+    panels = []
     for title, measure in measures.items():
         measured = [(x, entry) for entry in entries if (x := measure(entry)) is not None]
         if not measured:
@@ -209,7 +210,8 @@ def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
         entries: the entries of ``scale.json``.
         unit: unit of the loss.
     """
-    marks, panels = _marks(entries, colors([entry["name"] for entry in entries])), []
+    marks = _marks(entries, colors([entry["name"] for entry in entries]))
+    panels = []
     for axis, title in AXES.items():
         if not entries or not all(entry[axis] for entry in entries):
             continue

@@ -98,7 +98,8 @@ def _check_as_begun(
             "give another --out"
         )
     for entry in entries:
-        before, here = record["entries"].get(entry.name, {}).get("computed"), _computed(entry.settings)
+        before = record["entries"].get(entry.name, {}).get("computed")
+        here = _computed(entry.settings)
         if before is not None and before != here:
             raise ValueError(
                 f"{out_dir} was begun with {entry.name} in {before}, which would be {here} here; go on where that was, "

@@ -325,7 +325,8 @@ def _entries_matched_to(
     recipe: CompareSettings, entries: list[SizedEntry], reference: SizedEntry | int, vocab_size: int | None
 ) -> list[SizedEntry]:
     """Return all entries, those that may be resized at the size of ``reference``, an entry or a number."""
-    match, results = recipe.match, list[SizedEntry]()
+    match = recipe.match
+    results: list[SizedEntry] = []
     target = reference if isinstance(reference, int) else reference.size.of(match.by)
     resize = partial(resize_entry, vocab_size=vocab_size, by=match.by, target=target, tolerance=match.tolerance)
     for entry in entries:

@@ -165,34 +165,51 @@ def replication(
     settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
     values = apply_overrides(settings, paper.changes)
     whole = CompareSettings.load(values, paper.recipe)
-    changes: dict[str, Any] = {} if request.model == papers.PAPER else {"train.model": request.model}
-    if request.model == papers.SMALL:
-        changes = dict(paper.small)
-    if request.data != papers.PAPER:
-        data_of_sizes = CompareSettings.load(apply_overrides(values, changes), name).train.data
-        if (task := task_of(request.data)) is None or not task.defaults():
-            changes["train.data.sequence_length"] = data_of_sizes.sequence_length  # models of tasks read no more
-        changes["train.data.data"] = request.data
-        if papers.is_here(request.data):
-            changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}
-    if tokenizer is not None:
-        changes["train.data.tokenizer"] = tokenizer
+    changes = _size_changes(paper, request, values)
     if seeds is not None:
         changes["seeds"] = list(seeds)
     changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyze} | {"train.save_model": False}
     sized = CompareSettings.load(apply_overrides(values, changes), name)
     if training_tokens(sized) != training_tokens(whole) or request.budget != 1:
-        tokens = max(round(request.budget * training_tokens(whole)), sized.train.tokens_per_step)
-        steps = math.ceil(tokens / sized.train.tokens_per_step)
-        held_out = max(_FEWEST, min(tokens // 20, _MOST))
-        # evaluations read at most half as many tokens as training
-        most = min(_EVALUATIONS, tokens // (2 * held_out))
-        evaluations = min(most, whole.steps // (whole.train.eval_every or whole.steps))
-        changes |= {"tokens": tokens, "train.eval_every": math.ceil(steps / max(1, evaluations))}
-        changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
+        changes |= _budget_changes(request.budget, whole, sized)
     changes |= {"name": f"replicate {name}", "description": paper.title}
     recipe = CompareSettings.load(change_recipe(values, changes), name)
     return Replication(paper, request.replace(seeds=recipe.seeds), whole, recipe)
+
+
+def _size_changes(paper: papers.Paper, request: papers.Request, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes to the paper's recipe ``values`` that the requested model, text and tokenizer make."""
+    changes: dict[str, Any] = {}
+    if request.model == papers.SMALL:
+        changes = dict(paper.small)
+    elif request.model != papers.PAPER:
+        changes = {"train.model": request.model}
+    if request.data != papers.PAPER:
+        data_of_sizes = CompareSettings.load(apply_overrides(values, changes), request.paper).train.data
+        if (task := task_of(request.data)) is None or not task.defaults():
+            changes["train.data.sequence_length"] = data_of_sizes.sequence_length  # models of tasks read no more
+        changes["train.data.data"] = request.data
+        if papers.is_here(request.data):
+            changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}
+    if request.tokenizer is not None:
+        changes["train.data.tokenizer"] = request.tokenizer
+    return changes
+
+
+def _budget_changes(share: float, whole: CompareSettings, sized: CompareSettings) -> dict[str, Any]:
+    """Return the changes to ``sized`` that train on a share of the tokens of ``whole``, and evaluate on fewer."""
+    tokens = max(round(share * training_tokens(whole)), sized.train.tokens_per_step)
+    steps = math.ceil(tokens / sized.train.tokens_per_step)
+    held_out = max(_FEWEST, min(tokens // 20, _MOST))
+    # evaluations read at most half as many tokens as training
+    most = min(_EVALUATIONS, tokens // (2 * held_out))
+    evaluations = min(most, whole.steps // (whole.train.eval_every or whole.steps))
+    return {
+        "tokens": tokens,
+        "train.eval_every": math.ceil(steps / max(1, evaluations)),
+        "train.data.max_validation_tokens": held_out,
+        "train.eval_start_tokens": held_out,
+    }
 
 
 def replicate(

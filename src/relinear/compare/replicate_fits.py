@@ -143,9 +143,12 @@ class FitReplication:
         """
         for text in filter(None, self._texts):
             open_corpus(data_settings(text))
-        tasks, trained, at_once = self._tasks(), self.decoder, workers or available_cores()
+        tasks = self._tasks()
+        trained = self.decoder
+        at_once = workers or available_cores()
         if trained is None:
-            source, to_train = model_folder(self._model), ""
+            source = model_folder(self._model)
+            to_train = ""
             model, tokenizer = from_pretrained(source), load_tokenizer(self.request.tokenizer or source)
         else:
             to_train = f"; the decoder: {training_requirements(trained)['time']}"

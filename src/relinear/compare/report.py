@@ -137,7 +137,8 @@ def verdict(results: Results) -> str:
     low, high = gap["low"], gap["high"]
     flaws = ["one seed"] * (low is None) + ["untuned learning rate"] * (not first["tuning"])
     if not (same_size := _same_size(first, base, results)):
-        times, quantity = _ratio_of_sizes(base, first, results), _size(base, results)[1]
+        times = _ratio_of_sizes(base, first, results)
+        quantity = _size(base, results)[1]
         flaws.append(f"{base['name']} has {times:.2g} times the {quantity}")
     unit = loss_unit(entries[0]["settings"])
     side = "ahead of" if gap["mean"] < 0 else "behind"
@@ -206,7 +207,8 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
 def results_table(results: Results) -> Table:
     """Return a row per entry, with standard deviations over seeds and, in small print, ratios to the dense entry."""
     base = next((entry for entry in results["entries"] if entry["name"] == _base_name(results)), None)
-    columns, best = _columns(results, base), _best_name(results, base)
+    columns = _columns(results, base)
+    best = _best_name(results, base)
     rows = [
         Row([cell(entry) for cell in columns.values()], entry["name"], entry["name"] == best)
         for entry in results["entries"]
@@ -235,7 +237,8 @@ def _best_name(results: Results, base: EntryResult | None) -> str | None:
 
 def _columns(results: Results, base: EntryResult | None) -> dict[str, Callable[[EntryResult], Cell]]:
     """Return head -> what makes a cell from an entry; ``base`` is the entry that others are compared with."""
-    entries, unit = results["entries"], loss_unit(results["entries"][0]["settings"])
+    entries = results["entries"]
+    unit = loss_unit(results["entries"][0]["settings"])
     dense_costs = _costs(base, number) if base else None
 
     def cost(entry: EntryResult, index: int) -> Cell:

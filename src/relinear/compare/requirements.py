@@ -52,8 +52,10 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     entries = [(part, entry) for part in recipes for entry in plan_comparison(part, vocabulary)]
     runs = [(entry, count, steps) for part, entry in entries for _, count, steps in least_runs(part, entry)]
     sizes = grouped((entry.name, entry.size) for _, entry in entries)
-    at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
-    final, total = seeds * len(entries), sum(count for _, count, _ in runs)
+    at_once = workers or runs_at_once(recipe)
+    seeds = len(recipe.seeds)
+    final = seeds * len(entries)
+    total = sum(count for _, count, _ in runs)
     tokens = sorted({part.steps * part.train.tokens_per_step for part in recipes})
     several = f" at {len(recipes)} sizes or budgets" if len(recipes) > 1 else ""
     # grids grow where the best is at an end

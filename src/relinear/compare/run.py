@@ -76,7 +76,8 @@ def compare(
         ChildProcessError: if a run's process was killed; all others have ended then, and the same call resumes.
         OSError: if ``out_dir`` cannot be written.
     """
-    recipe, out_dir = CompareSettings.load(recipe), Path(out_dir)
+    recipe = CompareSettings.load(recipe)
+    out_dir = Path(out_dir)
     if on_event is not None:
         warn_renamed("compare(on_event=)", "on_progress")
         on_progress = on_event
@@ -169,7 +170,8 @@ class _SizedComparison:
         choices = {outcome.entry.name: outcome for outcome in outcomes if isinstance(outcome, Choice)}
         if not choices:
             raise ValueError("; ".join(f"{entry['name']}: {entry['text']}" for entry in diverged))
-        ngram, speeds = None, dict[str, Speed]()
+        ngram = None
+        speeds: dict[str, Speed] = {}
         if self.recipe.ngram_order is not None:
             self.engine.report_stage("ngram", f"counting {self.recipe.ngram_order}-grams")
             ngram = load_or_make_json(self.out_dir / NGRAM, lambda: count_ngrams(self.recipe, self.data))
@@ -198,7 +200,8 @@ class _SizedComparison:
         speeds: Mapping[str, Speed],
     ) -> Results:
         """Return the values of ``results.json`` from the files of the final runs."""
-        recipe, results = self.recipe, list[EntryResult]()
+        recipe = self.recipe
+        results: list[EntryResult] = []
         folders = {name: [seed_folder(self.out_dir, name, seed) for seed in recipe.seeds] for name in choices}
         losses = {name: list(map(read_losses, folders[name])) for name in choices}
         reference = losses.get(str(recipe.reference))

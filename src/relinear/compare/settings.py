@@ -402,7 +402,8 @@ class CompareSettings(Settings):
             changes["learning_rate"] = entry.learning_rate
         # Only what was written: a default of the model's fields must stay a default.
         explicit = self.train.model_dump(exclude_unset=True)
-        values, location = apply_overrides(explicit | changes, entry.set), f"entries.{name}"
+        values = apply_overrides(explicit | changes, entry.set)
+        location = f"entries.{name}"
         if "steps" not in values:
             values["steps"] = self._steps(_SharedTrainSettings.load(values, location))
             inherited = {key: value for key, value in values.items() if key not in entry.set}

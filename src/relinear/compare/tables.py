@@ -24,7 +24,8 @@ _ESCAPES = {character: f"\\{character}" for character in "&%$#_{}"} | {
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return rows of the same columns as CSV, with their names on top."""
-    rows, text = list(rows), io.StringIO()
+    rows = list(rows)
+    text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -126,7 +126,8 @@ def _descend(grid: Sequence[float], initial: float, moves: int, losses_at: Losse
     ``initial`` and next to it, the search goes down, if need be to the grid's lowest value.
     """
     step = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
-    values, best = list(grid), initial
+    values = list(grid)
+    best = initial
     if initial not in grid:
         values = sorted([initial, *(v for v in grid if max(v / initial, initial / v) >= step**0.25)])
     while True:

@@ -63,7 +63,8 @@ def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
     So all layers pay the same price per unit of cost, except for the last upgrades.
     """
     chosen = {name: min(options, key=lambda c: (c.cost, c.nats)) for name, options in candidates.items()}
-    remaining, upgrades = budget - sum(c.cost for c in chosen.values()), list[tuple[float, str, Candidate]]()
+    remaining = budget - sum(c.cost for c in chosen.values())
+    upgrades: list[tuple[float, str, Candidate]] = []
 
     def offer(name: str) -> None:
         now, best, rate = chosen[name], None, 0.0

@@ -107,12 +107,14 @@ class Calibration:
         on_stage: StageCallback = lambda stage, done, total: None,
     ) -> None:
         self.model, self.targets, self.folder, self.on_stage = model, targets, folder, on_stage
-        names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
+        names = [name for group in targets.values() for name in group]
+        kinds = list(kinds) or [0] * len(blocks)
         batch, self.seed = settings.batch_size, settings.seed
         key = model_fingerprint(model, blocks, names, {"batch": batch, "labels": self.seed, "kinds": kinds})
         _write_or_check_fingerprint(self.folder, key)
         remove_temporaries(self.folder)
-        blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)
+        blocks = blocks.to(next(model.parameters()).device)
+        of_block = torch.tensor(kinds)
         pairs = [(kind, part) for kind in sorted({*kinds}) for part in blocks[of_block == kind].split(batch)]
         #: the kind of text of each batch, and its token ids
         self.kinds, self.batches = zip(*pairs, strict=True)
@@ -167,7 +169,8 @@ class Calibration:
         if not self._permanent:
             for part in {part.shape: part for part in self.batches}.values():
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
-            stream, total = self.tokens * states.shape[-1] * states.element_size(), len(self.layers)
+            stream = self.tokens * states.shape[-1] * states.element_size()
+            total = len(self.layers)
             count, _ = states_on_disk(total, stream, stored_bytes(self.model))
             self._permanent = frozenset(total * at // count for at in range(count))
             release_freed_memory()  # of reading texts, and of the model run as a whole
@@ -205,7 +208,9 @@ class Calibration:
         they overrate what an error costs (results/compress).
         """
         generator = torch.Generator(self.batches[0].device).manual_seed(self.seed)
-        losses, inputs, head = list[float](), dict[str, Tensor](), self.model.get_output_embeddings()
+        losses: list[float] = []
+        inputs: dict[str, Tensor] = {}
+        head = self.model.get_output_embeddings()
         heads = [] if head is None else [("inputs", head)]
         variances: Any = 0.0
 
@@ -239,13 +244,16 @@ class Calibration:
         the last layer.
         """
         self._prepare()
-        total, indices, lowest = len(self.layers), self.states.indices(gradient), max(0, min(self.targets))
+        total = len(self.layers)
+        indices = self.states.indices(gradient)
+        lowest = max(0, min(self.targets))
         remaining = indices[-1] if indices else total
         if remaining == total - 1 and remaining in self.targets and remaining not in finished:
             remaining = total  # killed before the last layer was finished: its gradients are those of the loss
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
-            sums, group = StatisticsSums(diagonal=diagonal), self.targets.get(index, {})
+            sums = StatisticsSums(diagonal=diagonal)
+            group = self.targets.get(index, {})
             with frozen_parameters(self.model), observe_forwards(group.items(), sums.on_forward):
                 gradients = self.states.read("gradient" if index + 1 == total else gradient, index + 1)
                 self.states.write(gradient, index, self._gradients_before(index, gradients, sums))
@@ -272,7 +280,8 @@ class Calibration:
         pairs = zip(self.batches, self.states.read(gradient, 0), strict=True)
         gradients = (self.layers.gradient_of_rows(ids, grad) for ids, grad in pairs)
         squares = sum(grad.double().square().sum((0, 1)) for grad in gradients) / self.tokens
-        statistics, table = {}, self.model.get_input_embeddings()
+        statistics = {}
+        table = self.model.get_input_embeddings()
         for name, module in self.targets[-1].items():
             inputs = squares.diag() if module is table else torch.zeros_like(head["inputs"])
             if module is not table or tied_head(self.model, table) is not None:

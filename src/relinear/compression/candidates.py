@@ -78,7 +78,8 @@ class SearchSpace:
 
     def _sizes(self, name: str) -> dict[OperatorConfig, list[OperatorConfig]]:
         """Return the sizes of each operator for the layer ``name``; of several with the same cost, the last."""
-        features, sizes = linear_features(self.modules[name]), dict[OperatorConfig, list[OperatorConfig]]()
+        features = linear_features(self.modules[name])
+        sizes: dict[OperatorConfig, list[OperatorConfig]] = {}
         for operator in self.operators:
             by_cost = {self.budget.cost(name, config): config for config in operator.candidates(*features)}
             by_cost.pop(math.inf, None)

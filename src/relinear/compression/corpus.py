@@ -269,7 +269,8 @@ def read_corpus(
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
     calibration, healing, evaluation = ([block for turn in zip(*part) for block in turn] for part in zip(*by_corpus))
-    calibration, unseen = calibration[:count], bool(evaluation)
+    calibration = calibration[:count]
+    unseen = bool(evaluation)
     evaluation = evaluation[:evaluation_count] or calibration[len(calibration) - evaluation_count :]
     excerpts, evaluation_excerpts = (tuple(excerpt for excerpt, _ in part) for part in (calibration, evaluation))
     return CompressionData(
@@ -314,7 +315,8 @@ def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings:
         raise ValueError("evaluate_on names texts to evaluate on, and evaluate=False leaves that out: give one of them")
     blocks_by_name = {}
     for name, items in texts.items():
-        corpus, count = Documents(name, items, tokenizer, settings), settings.evaluation_blocks
+        corpus = Documents(name, items, tokenizer, settings)
+        count = settings.evaluation_blocks
         try:
             corpus.read(count, count)
         except ValueError as error:

@@ -45,7 +45,8 @@ def packs(model: Any, layer: Any, config: Any) -> bool:
     """Return whether compressed-tensors holds ``layer`` of ``model``, once it is an operator of ``config``, packed."""
     if embeds(layer) or layer is model.get_output_embeddings():  # vLLM reads them dense alone
         return False
-    transposed, inputs = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False), linear_features(layer)[0]
+    transposed = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False)
+    inputs = linear_features(layer)[0]
     integers = getattr(config, "symmetric", False) and config.levels == "uniform"
     return not transposed and integers and not inputs % min(config.group, inputs)
 
@@ -78,7 +79,8 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
                 "there is none: compress with reader='vllm' (--for vllm)"
             )
         fold_(stock, verbose=False)
-        state, groups = stock.state_dict(), dict[str, Any]()
+        state = stock.state_dict()
+        groups: dict[str, Any] = {}
         for name, (scheme, parts) in packed.items():
             del state[f"{name}.weight"]
             state |= {f"{name}.weight_{part}": value for part, value in parts.items()}

@@ -44,14 +44,16 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
     """
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("GGUF files need the package gguf: pip install 'relinear[gguf]'")
-    config, architecture = model.config, _ARCHITECTURES.get(type(model).__name__, "")
+    config = model.config
+    architecture = _ARCHITECTURES.get(type(model).__name__, "")
     if not architecture:
         raise ValueError(
             f"GGUF files are written of {', '.join(_ARCHITECTURES)}, got {type(model).__name__}; call "
             "relinear.fold_(model) and convert it by llama.cpp's own script"
         )
     check_stock(model)
-    gemma, size = architecture.startswith("gemma"), _head_size(config)
+    gemma = architecture.startswith("gemma")
+    size = _head_size(config)
     activation = config.hidden_activation if gemma else config.hidden_act
     softcapping = getattr(config, "attn_logit_softcapping", None)
     ropes = {_rope(config, kind).get("rope_type", "default") for kind in ("full", "sliding")}
@@ -157,7 +159,9 @@ def _new_writer(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) 
 
 
 def _write_config(writer: Any, config: Any) -> None:
-    size, window, length = _head_size(config), config.to_dict().get("sliding_window"), config.max_position_embeddings
+    size = _head_size(config)
+    window = config.to_dict().get("sliding_window")
+    length = config.max_position_embeddings
     if writer.arch.startswith("gemma"):
         writer.add_sliding_window(window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])

@@ -109,7 +109,8 @@ def describe_out_of_reach(model: Any, targets: str | Iterable[str]) -> tuple[str
 
 def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Return the embedding, and an untied head, if they can be stored as integers and are not excluded."""
-    ends, tables = (model.get_input_embeddings(), model.get_output_embeddings()), {}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {}
     for name, module in model.named_modules():
         if any(module is end for end in ends) and not isinstance(module, Operator):
             with suppress(ValueError):  # a head that is tied (it goes with the embedding) or shared

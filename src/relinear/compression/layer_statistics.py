@@ -69,7 +69,8 @@ class StatisticsSums:
             if (owner := self.shared.owners.get(name)) is None:  # an expert may have seen no token
                 statistics[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
-            outputs, count = self.outputs[name].div_(tokens), self.counts[owner].total()
+            outputs = self.outputs[name].div_(tokens)
+            count = self.counts[owner].total()
             statistics[name] = CalibrationStatistics(means[owner], outputs, count, kinds[owner])
         return shrunk_to_peers(statistics)
 
@@ -82,7 +83,8 @@ def shrunk_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
     shrunk, mixed = dict(statistics), dict[int, Tensor]()
     for names in grouped((re.sub(r"\.\d+\.", ".*.", name), name) for name in statistics).values():
         counts = {name: statistics[name].tokens or 0 for name in names}
-        size, reached = len(statistics[names[0]].input_moment), [name for name in names if counts[name]]
+        size = len(statistics[names[0]].input_moment)
+        reached = [name for name in names if counts[name]]
         if len(names) == 1 or not reached or min(counts.values()) >= size:
             continue
         inputs: Any = sum(counts[name] * statistics[name].input_moment for name in reached) / sum(counts.values())

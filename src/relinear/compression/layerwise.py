@@ -102,7 +102,8 @@ class LayerByLayer:
 
         Before the first layer, models may scale, normalise or project the rows.
         """
-        table, rows = self.model.get_input_embeddings(), list[Tensor]()
+        table = self.model.get_input_embeddings()
+        rows: list[Tensor] = []
 
         def as_leaf(name: str, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             rows.append(output.detach().requires_grad_())

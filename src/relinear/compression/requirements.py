@@ -50,7 +50,8 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
 
     A pass forward is timed; it takes seconds.
     """
-    table, length = summary(model), min(_TIMED_TOKENS, settings.sequence_length)
+    table = summary(model)
+    length = min(_TIMED_TOKENS, settings.sequence_length)
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     seconds_of(lambda: model(input_ids=ids, use_cache=False))
     pace = seconds_of(lambda: model(input_ids=ids, use_cache=False)) / length

@@ -107,7 +107,8 @@ class CompressSettings(Settings):
 
     def bytes_of(self, original: int) -> float:
         """Return the bytes that ``size`` means for a model of ``original`` bytes. Raises ValueError for other text."""
-        number, has_unit = size_in_bytes(self.size) or 0.0, str(self.size).rstrip().endswith("B")
+        number = size_in_bytes(self.size) or 0.0
+        has_unit = str(self.size).rstrip().endswith("B")
         if 0 < number < 1 and not has_unit:
             return number * original
         if number <= 1 or not (has_unit or number.is_integer()):

@@ -109,7 +109,8 @@ def distill_section(report: Mapping[str, Any]) -> Section:
 
 def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
     """Return a row per layer, for the page and for printing, with joint errors if layers were trained together."""
-    error, rows = "KL (nats per token)" if loss == "kl" else "error", []
+    error = "KL (nats per token)" if loss == "kl" else "error"
+    rows = []
     errors = {"start_error": f"{error} before", "error": error, "cosine": "cosine"}
     if any(fit.get("joint_error") is not None for fit in layers):
         errors |= {"joint_start_error": "joint error before", "joint_error": "joint error"}

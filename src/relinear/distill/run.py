@@ -109,7 +109,8 @@ def distill_(
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     full_plan = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
-    settings_json, overwrite = settings.model_dump(mode="json"), overwriting(overwrite, resume)
+    settings_json = settings.model_dump(mode="json")
+    overwrite = overwriting(overwrite, resume)
     with contextlib.ExitStack() as stack:
         folder = RunFolder(
             stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir,
@@ -240,7 +241,8 @@ class Distillation:
 
         None if it returns no logits.
         """
-        report, blocks = self._reporting("evaluate", f"the model {when}"), self.blocks[self.train_blocks :]
+        report = self._reporting("evaluate", f"the model {when}")
+        blocks = self.blocks[self.train_blocks :]
         total, done = 0.0, 0
         for losses, _ in batch_losses(self.model, blocks, self.settings.record_batch):
             total += float(losses.double().sum())
@@ -342,7 +344,9 @@ class Distillation:
 
     def fit_decoder_layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""
-        retrained, copies, before = self.retrained(group), self._copies(group), {}
+        retrained = self.retrained(group)
+        copies = self._copies(group)
+        before = {}
         if retrained:
             with swapped(self.model, self.originals), self._record_activations(retrained, outputs=True) as recording:
                 before = {name: recording.values(name).clone() for name in retrained}
@@ -394,7 +398,9 @@ class Distillation:
 
     def _fit(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit a decoder layer's operators, each to its layer's outputs or all to the logits; replace the layers."""
-        settings, by_logits, joint = self.settings, self.settings.loss == "kl", dict[str, Any]()
+        settings = self.settings
+        by_logits = settings.loss == "kl"
+        joint: dict[str, Any] = {}
         nothing: contextlib.AbstractContextManager[dict[str, LayerSamples]] = contextlib.nullcontext({})
         with nothing if by_logits and not settings.bias else self._samples(group) as samples:
             operators = {r.name: self._new_operator(r, number, samples.get(r.name)) for r in group}
@@ -428,7 +434,8 @@ class Distillation:
         self, stage: str, name: str, module: nn.Module, samples: LayerSamples, loss: str
     ) -> tuple[FitError, FitError]:
         """Train one module on recorded tokens."""
-        settings, objective = self.settings, layer_objective(module, samples, self.train_tokens, loss)
+        settings = self.settings
+        objective = layer_objective(module, samples, self.train_tokens, loss)
         rate = settings.retrain_learning_rate if stage == "retrain" else settings.learning_rate
         return improve([module], objective, settings, settings.tokens_per_step, rate, self._reporting(stage, name))
 
@@ -440,7 +447,8 @@ class Distillation:
             samples = LayerSamples(recording.values(name), lambda rows: target_outputs[rows].float())
             initial, end = self._improve_layer("retrain", name, trained, samples, "mse")
         module.load_state_dict(trained.state_dict())
-        kind, size = type(module).__name__, module_parameters(module)
+        kind = type(module).__name__
+        size = module_parameters(module)
         return LayerFit(name, kind, size, size, initial.relative, end.relative, end.cosine, retrained=True)
 
 

@@ -77,7 +77,8 @@ def try_change(
         ValueError: for an unknown unit or action, or a text that is empty or too long.
     """
     change = Change(point, unit, action, value)
-    ids, sides = explored.encode(text, new), dict[str, dict[str, Any]]()
+    ids = explored.encode(text, new)
+    sides: dict[str, dict[str, Any]] = {}
     changes = {"before": None, "after": change}
     if (control := _control(explored, change, seed)) is not None:
         changes["control"] = control

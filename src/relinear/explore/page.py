@@ -67,7 +67,7 @@ def policy_of(page: str) -> str:
 def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[str, Any]) -> str:
     title = " and ".join(str(overview["path"]) for overview in overviews)
     whole = {"actions": list(ACTIONS), "most_new_tokens": MAX_NEW_TOKENS, **data}
-    return render([Section(title, "explore", [Part(_TEMPLATE, {"how": help_text, "data": whole})])])
+    return render([Section(title, "explore", [Part(_TEMPLATE, {"help": help_text, "data": whole})])])
 
 
 def _most_varying(explored: ExploredModel, count: int) -> list[tuple[str, int]]:

@@ -49,7 +49,7 @@ _ROUTES: dict[tuple[str, str], Callable[..., Any]] = {
     ("GET", "/api/unit"): _unit,
     ("GET", "/api/search"): ExploredModel.search,
     ("GET", "/api/text"): ExploredModel.text,
-    ("POST", "/api/colour"): ExploredModel.color,
+    ("POST", "/api/color"): ExploredModel.color,
     ("POST", "/api/next"): ExploredModel.next_token,
     ("POST", "/api/change"): try_change,
     ("POST", "/api/effect"): effect,

@@ -262,7 +262,9 @@ def index_units(
     incomplete = [name for name, counts in running.items() if counts.seen != ids.numel()]
     if incomplete:
         raise ValueError(f"{incomplete[0]} has no value for some tokens of the texts; choose other hook points")
-    layer_of, facts, first = layer_finder(model), {}, 0
+    layer_of = layer_finder(model)
+    facts = {}
+    first = 0
     for name, point in chosen.items():
         facts[name] = HookPointFacts(name, point.kind, layer_of(name), point.size, first)
         first += point.size

@@ -69,7 +69,8 @@ def estimated_seconds(
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a ``metrics.jsonl``; drop a truncated last line. Raises ValueError for a damaged file."""
     path = Path(path)
-    lines, rows = files.read_text(path).splitlines() if path.exists() else [], []
+    lines = files.read_text(path).splitlines() if path.exists() else []
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = files.parse_json(line, f"{path}, line {number}")
@@ -131,7 +132,8 @@ class RunLog(TrainerCallback):
         """Call ``on_progress`` after a step; ``stage`` is the kind of work just done or about to start."""
         settings = self._trainer.settings
         estimate = estimated_seconds(self.rows, settings, step)
-        text, seconds_left = "preparing" if stage == "prepare" else "training", estimate and estimate[1]
+        text = "preparing" if stage == "prepare" else "training"
+        seconds_left = estimate and estimate[1]
         self._on_progress(Progress(text, step, settings.steps, stage, seconds_left=seconds_left, **self._latest))
 
     def report_batch(self, batch: int, batches: int) -> None:

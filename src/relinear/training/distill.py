@@ -82,7 +82,8 @@ class TeacherObjective:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad(), eval_mode(self.teacher):
             teacher_logits = self.teacher(**inputs, use_cache=False).logits
-        weight, losses = self.cross_entropy, [term.to(output.loss) for term in auxiliary_losses_of(model).values()]
+        weight = self.cross_entropy
+        losses = [term.to(output.loss) for term in auxiliary_losses_of(model).values()]
         auxiliary = torch.stack(losses).sum() if losses else output.loss.new_zeros(())
         kl = divergence(output.logits, teacher_logits, labels, self.temperature)
         terms = {"ce": weight * (output.loss - auxiliary), "kl": (1 - weight) * kl}

@@ -349,7 +349,8 @@ def allow_other_ranks_(folder: RunFolder, record: Mapping[str, Any], settings: M
     Raises:
         ValueError: if the number of sequences per step would differ.
     """
-    before, ranks = folder.settings_of(record), record.get("ranks", rank_count())
+    before = folder.settings_of(record)
+    ranks = record.get("ranks", rank_count())
     if ranks == rank_count() or not isinstance(ranks, int) or not isinstance(before, Mapping):
         return
     expected, actual = (

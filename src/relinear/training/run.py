@@ -92,7 +92,8 @@ def train(
         >>> relinear.train(settings, "run").steps
         2
     """
-    settings, out_dir = TrainSettings.load(settings), Path(out_dir)
+    settings = TrainSettings.load(settings)
+    out_dir = Path(out_dir)
     overwrite = overwriting(overwrite, resume)
     folder = run_folder(out_dir, settings, overwrite)
     values = settings.model_dump(mode="json")

@@ -252,7 +252,8 @@ class RelinearTrainer(Trainer):
             passes = getattr(self, "current_gradient_accumulation_steps", 1)
             share = share_of_batch(kwargs, self._plain_model) * self.args.world_size if weighted else 1 / passes
             for name, value in terms.items():
-                key, part = f"aux/{name.rpartition('/')[2]}", value.detach() * share
+                key = f"aux/{name.rpartition('/')[2]}"
+                part = value.detach() * share
                 self._terms[key] = self._terms[key] + part if key in self._terms else part
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -319,11 +320,13 @@ class RelinearTrainer(Trainer):
 
         Runs uncompiled, as compiling for evaluation mode would take longer than it saves.
         """
-        start, model = time.perf_counter(), self._plain_model
+        start = time.perf_counter()
+        model = self._plain_model
         sums = torch.zeros(2, dtype=torch.float64)
         is_final = self.state.global_step == self.settings.steps and self.args.world_size == 1
         blocks: list[Tensor | None] = []
-        eager, autocast = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
+        eager = torch.compiler.set_stance("force_eager")
+        autocast = self.autocast_smart_context_manager()
         with eval_mode(model), eager, autocast, caching_for_inference(model):
             loader = self.get_eval_dataloader(eval_dataset)
             max_tokens = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
