@@ -22,7 +22,7 @@ from relinear.compression import CompressSettings
 from relinear.contract.settings import Settings
 from relinear.distill import DistillSettings
 from relinear.training import TrainSettings
-from settings import meanings_of
+from settings import setting_meanings
 
 __all__ = ["made", "markdown", "page", "settings_page"]
 
@@ -210,7 +210,7 @@ def made() -> dict[str, Any]:
 
 
 def _fields(settings: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    described = meanings_of(settings)
+    described = setting_meanings(settings)
     for name, field in settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
         kind, choices = _kind(field.annotation)

@@ -10,7 +10,7 @@ from estimate import MODELS, llama
 from measured import read, table
 from relinear.compression import CompressSettings
 from relinear.compression.file_formats import FILE_FORMATS, budget_of
-from relinear.compression.inputs import linear_layers, tables_of
+from relinear.compression.inputs import embedding_tables, linear_layers
 from relinear.compression.requirements import disk_bytes, equivalent_tokens
 from relinear.surgery.summary import summary
 
@@ -59,7 +59,7 @@ def _base() -> float:
 
 def _row(name: str) -> list[str]:
     model, settings = llama(MODELS[name]).half(), CompressSettings()  # weights are stored in half precision
-    modules = linear_layers(model) | tables_of(model)
+    modules = linear_layers(model) | embedding_tables(model)
     file = budget_of(model, modules, settings).limit + FILE_FORMATS["relinear"].other_bytes(model, None, modules)
     most, original = disk_bytes(model, settings)
     largest = max(module.weight.numel() for module in modules.values())

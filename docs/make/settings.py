@@ -8,7 +8,7 @@ from typing import Any
 
 from measured import table
 from relinear.contract.operator import OperatorConfig
-from relinear_cli.list import meanings_of
+from relinear_cli.list import setting_meanings
 
 #: settings, and words of one, that are shown at once; more are folded
 MOST, WORDS = 5, 25
@@ -18,7 +18,7 @@ def settings_table(kind: str) -> str:
     """Name, default and meaning of every field of the operator's config."""
     config = OperatorConfig.kinds()[kind]
     fields = dataclasses.fields(config)
-    meanings = meanings_of(config)
+    meanings = setting_meanings(config)
     missing = [field.name for field in fields if field.name not in meanings]
     if missing:
         raise ValueError(f"{config.__name__}'s docstring says nothing of {', '.join(missing)}")

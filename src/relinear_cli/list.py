@@ -42,12 +42,12 @@ def command(
         raise ValueError(f"there is no {name!r} among the {what}; {did_you_mean(name, rows)}")
     print(wrapped(f"{name}: {_line(rows[name])}{_package(rows[name])}", sys.stdout))
     if isinstance(rows[name], type):
-        meanings = meanings_of(rows[name])
+        meanings = setting_meanings(rows[name])
         for setting, default in _settings(rows[name]).items():
             print(wrapped(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), sys.stdout, 4))
 
 
-def meanings_of(config: type) -> dict[str, str]:
+def setting_meanings(config: type) -> dict[str, str]:
     """Return field -> its description in the docstrings of the class and its bases; that of the class comes first."""
     rows: dict[str, str] = {}
     for base in config.__mro__:

@@ -50,7 +50,7 @@ def command(
     from relinear_cli.terminal import print_results, print_scale
 
     if out is not None:
-        check_page(page_of(runs, out), overwrite)
+        check_page(page_path(runs, out), overwrite)
     tables = _tables(runs, csv, latex, overwrite) if csv or latex else {}
     if analyze:
         analyze_models([folder for run in runs for folder in trained_in(run)], overwrite)
@@ -143,7 +143,7 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
 
 
 def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
-    """Write the page about ``runs`` and return its path, that of ``page_of``.
+    """Write the page about ``runs`` and return its path, that of ``page_path``.
 
     Raises:
         FileNotFoundError: for a directory in which nothing has finished.
@@ -152,10 +152,10 @@ def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
     from relinear.pages.page import write_page
 
     sections = [section_of(run) for run in runs]
-    return write_page(page_of(runs, out), sections)
+    return write_page(page_path(runs, out), sections)
 
 
-def page_of(runs: list[Path], out: Path | None) -> Path:
+def page_path(runs: list[Path], out: Path | None) -> Path:
     """Return the path of the page about ``runs``: ``out``, or report.html in it, in the only run, or in this folder."""
     if out is not None and out.suffix == ".html":
         return out

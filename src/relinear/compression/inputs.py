@@ -107,7 +107,7 @@ def describe_out_of_reach(model: Any, targets: str | Iterable[str]) -> tuple[str
     return described
 
 
-def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
+def embedding_tables(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Return the embedding, and an untied head, if they can be stored as integers and are not excluded."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {}

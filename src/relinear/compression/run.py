@@ -27,9 +27,9 @@ from relinear.compression.inputs import (
     check_enough_tokens,
     check_ids,
     describe_out_of_reach,
+    embedding_tables,
     fitted_window,
     linear_layers,
-    tables_of,
 )
 from relinear.compression.plan import CompressPlan
 from relinear.compression.report import CompressReport, write_page
@@ -189,7 +189,7 @@ class Compression:
         self.out_of_reach = describe_out_of_reach(model, targets)
         modules = linear_layers(model, targets, exclude)
         if settings.by_bytes and self.file_format.tables and targets == ALL_LINEAR:
-            modules |= tables_of(model, exclude)
+            modules |= embedding_tables(model, exclude)
         self.by_layer = by_decoder_layer(model, modules, tables=settings.by_bytes)
         check_enough_tokens(settings, modules.values())
         self.budget = budget_of(model, modules, settings, tokenizer)

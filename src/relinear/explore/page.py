@@ -54,7 +54,7 @@ def static_page(models: Sequence[ExploredModel], effects: int = 0, on_progress: 
     return _page(overviews, _STATIC, {"models": overviews, "index": indices})
 
 
-def policy_of(page: str) -> str:
+def content_policy(page: str) -> str:
     """Return the Content-Security-Policy that lets ``page`` run only its own scripts and contact only its server."""
     scripts = re.findall(r"<script id=\"\w+\">(.*?)</script>", page, flags=re.DOTALL)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)

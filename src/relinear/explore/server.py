@@ -19,7 +19,7 @@ from pydantic import ConfigDict, ValidationError, validate_call
 from relinear.contract.messages import quoted, validation_message
 from relinear.explore.changes import effect, prefix_view, try_change
 from relinear.explore.explored_model import ExploredModel
-from relinear.explore.page import live_page, policy_of
+from relinear.explore.page import content_policy, live_page
 
 #: the most bytes of a request
 MAX_BODY_BYTES = 1 << 20
@@ -71,7 +71,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, models: Sequence[ExploredModel], host: str, port: int) -> None:
         self.models, self.host = models, host  # it answers to this name, besides IP addresses
         page = live_page([explored.overview() for explored in models])
-        self.page, self.policy = page.encode(), policy_of(page)
+        self.page, self.policy = page.encode(), content_policy(page)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
