@@ -83,7 +83,9 @@ class ProcessExecutor(_ThreadPerCall):
 
     def __init__(self, workers: int = 1, log: Path | None = None) -> None:
         super().__init__(workers)
-        self._log, self._running, self._ended = log, set[Any](), False
+        self._log = log
+        self._running: set[Any] = set()
+        self._ended = False
         self._starting = threading.RLock()  # SLURM's signal may call ``end`` in the midst of ``call``
 
     def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
@@ -118,7 +120,8 @@ class ProcessExecutor(_ThreadPerCall):
     def end(self) -> None:
         """Let every process save its state and end; start no more."""
         with self._starting:
-            self._ended, running = True, list(self._running)
+            self._ended = True
+            running = list(self._running)
         deadline = time.monotonic() + _SECONDS_TO_SAVE
         for process in running:
             process.terminate()

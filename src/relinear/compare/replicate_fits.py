@@ -317,9 +317,10 @@ def fit_and_evaluate(model: Any, tokenizer: Any, texts: list[str], task: FitTask
         )
         results["parameters"] = sum(layer.parameters for layer in report.layers)
         results["error"] = fmean(layer.error for layer in report.layers)
-    results["losses"] = [
-        perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=task.evaluation).loss
-        for text, split in zip(texts, ("validation", evaluation_split(data_settings(texts[1]))), strict=True)
-        for documents in [iter_texts(data_settings(text), split)]
-    ]
+    splits = ("validation", evaluation_split(data_settings(texts[1])))
+    results["losses"] = []
+    for text, split in zip(texts, splits, strict=True):
+        documents = iter_texts(data_settings(text), split)
+        measured = perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=task.evaluation)
+        results["losses"].append(measured.loss)
     return results

@@ -107,14 +107,13 @@ def _parameter_text(sizes_by_name: dict[str, list[ModelSize]]) -> str:
 
 def _resized_text(entries: Sequence[tuple[CompareSettings, SizedEntry]]) -> str:
     """Return the operators that matching has resized, with their settings."""
-    resized = grouped(
-        (entry.name, str(config))
-        for recipe, entry in entries
-        for written in [recipe.settings_of(entry.name).operator_configs]
-        for pattern, config in entry.settings.operator_configs.items()
-        if config != written[pattern]
-    )
-    return "".join(f"; matched by {name}: {', '.join(dict.fromkeys(configs))}" for name, configs in resized.items())
+    resized: list[tuple[str, str]] = []
+    for recipe, entry in entries:
+        written = recipe.settings_of(entry.name).operator_configs
+        configs = entry.settings.operator_configs.items()
+        resized += [(entry.name, str(config)) for pattern, config in configs if config != written[pattern]]
+    texts = {name: ", ".join(dict.fromkeys(configs)) for name, configs in grouped(resized).items()}
+    return "".join(f"; matched by {name}: {text}" for name, text in texts.items())
 
 
 def _range(values: Sequence[int]) -> str:

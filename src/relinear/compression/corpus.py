@@ -219,8 +219,11 @@ class Documents:
 
     def in_order(self) -> tuple[list[_Block], int]:
         """Return all blocks in order, documents joined, and the number of tokens."""
-        joined = [(e, i) for at in range(len(self.documents)) for e in self._sections(at) for i in self.encode(e)]
-        cut = windows([i for _, i in joined], self.prefix, self.length)
+        joined: list[tuple[Excerpt, int]] = []
+        for document in range(len(self.documents)):
+            for section in self._sections(document):
+                joined += [(section, token) for token in self.encode(section)]
+        cut = windows([token for _, token in joined], self.prefix, self.length)
         return [(joined[begin][0], window) for begin, _, window in cut], len(joined)
 
 
@@ -268,7 +271,8 @@ def read_corpus(
         except ValueError as error:
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
-    calibration, healing, evaluation = ([block for turn in zip(*part) for block in turn] for part in zip(*by_corpus))
+    in_turns = (itertools.chain.from_iterable(zip(*part)) for part in zip(*by_corpus))
+    calibration, healing, evaluation = map(list, in_turns)
     calibration = calibration[:count]
     unseen = bool(evaluation)
     evaluation = evaluation[:evaluation_count] or calibration[len(calibration) - evaluation_count :]
