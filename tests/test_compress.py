@@ -192,7 +192,7 @@ def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
         folder = tmp_path / str(len(found))
         found.append(compress(tiny(), texts, settings=settings, out_dir=folder, plan_only=True).corpus)
     assert torch.equal(found[0].blocks, found[1].blocks)
-    assert found[0].input_moments_by_text == [0, 1] * 16
+    assert found[0].kinds == [0, 1] * 16
 
 
 def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatch) -> None:
