@@ -211,7 +211,7 @@ def round_to_nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
 
 
 def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tensor:
-    """Return ``moment`` (K, K), shrunk towards its diagonal by the share ``shrinkage``, and damped.
+    """Return a square ``moment``, shrunk towards its diagonal by the share ``shrinkage``, and damped.
 
     Without shrinkage a fit would overfit the correlations of the calibration sample.
     """
