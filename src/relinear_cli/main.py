@@ -57,7 +57,9 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
 
     The modules go into an environment variable, for ``import relinear`` here and in processes that a command starts.
     """
-    rest, modules, remaining = [], [], iter(arguments)
+    rest = []
+    modules = []
+    remaining = iter(arguments)
     for argument in remaining:
         name, equals, module = argument.partition("=")
         if name != "--import":

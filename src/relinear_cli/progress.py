@@ -52,7 +52,8 @@ def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
     started: dict[str, float] = {}
 
     def show(now: Progress) -> None:
-        seconds, time_now = now.seconds_left, time.monotonic()
+        seconds = now.seconds_left
+        time_now = time.monotonic()
         since = started.setdefault(now.text, time_now)
         if seconds is None and now.runs <= 1 and 0 < now.done < now.total:
             seconds = (time_now - since) / now.done * (now.total - now.done)

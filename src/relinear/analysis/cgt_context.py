@@ -89,8 +89,10 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> dict[str, Any]:
     """Return variation, dot products, spectrum, a trace and an embedding of y over the subject's texts."""
-    y, names = subject.model.context(subject.ids).float(), subject.sources
-    length, vectors = y.shape[1], y[:, -LAST:].mean(1)
+    y = subject.model.context(subject.ids).float()
+    names = subject.sources
+    length = y.shape[1]
+    vectors = y[:, -LAST:].mean(1)
     variation = context_variation(y, slice(0, length // 2), slice(length // 2, length))
     if len(names) > 1:  # two sources joined in the middle show whether y changes there
         halves = subject.ids[:, : length // 2]

@@ -150,7 +150,8 @@ def _shown_channels(record: GateRecord) -> dict[str, Any]:
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
     # the range without half a per cent of the values on either side
     color_range = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
-    names, maps = list(record.channel), {}
+    names = list(record.channel)
+    maps = {}
     for name in (names[i] for i in _spaced(len(names), MAPS)):
         gate = record.channel[name].numpy()
         channels = _spaced(gate.shape[1], CHANNELS)

@@ -48,7 +48,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     head = ["layer", "shape", "dtype", "mode", "pass", "tokens", "time / dense", "quartiles"]
     table_rows = []
     for row in rows:
-        ratio, timed = row.get("ratio"), ("not timed", "–")
+        ratio = row.get("ratio")
+        timed = ("not timed", "–")
         if ratio is not None:
             timed = (f"{ratio:.3f}", f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}")
         cells = [

@@ -105,7 +105,8 @@ def _measure(settings: BenchSettings) -> list[dict[str, Any]]:
     # would depend on the order of the cases.
     if compiler():
         library()
-    shapes, dtypes = map(_shape, settings.shapes), [DTYPES[name] for name in settings.dtypes]
+    shapes = map(_shape, settings.shapes)
+    dtypes = [DTYPES[name] for name in settings.dtypes]
     combinations = itertools.product(shapes, dtypes, settings.modes, settings.passes, settings.tokens)
     cases = [TimedCase(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in combinations]
     operators = settings.parsed_operators()

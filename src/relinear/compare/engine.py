@@ -93,7 +93,9 @@ class Engine:
     """
 
     def __init__(self, executor: Executor, at_once: int, on_progress: ProgressCallback) -> None:
-        self.executor, self.at_once, self.on_progress = executor, max(1, at_once), on_progress
+        self.executor = executor
+        self.at_once = max(1, at_once)
+        self.on_progress = on_progress
         #: stage -> runs and steps that are expected; a search may request more
         self._expected = {"tune": (0, 0), "train": (0, 0)}
         #: stage -> folder -> steps of requested runs

@@ -140,7 +140,8 @@ def tuning(entries: Sequence[EntryResult], palette: Colors) -> list[Panel]:
         trials = _chosen_trials(record) if (record := entry.get("tuning")) else []
         losses = {t["learning_rate"]: t["validation_loss"] for t in trials if t["validation_loss"] is not None}
         if losses:
-            name, rates = entry["name"], sorted(losses)
+            name = entry["name"]
+            rates = sorted(losses)
             rate = entry["learning_rate"] if entry["learning_rate"] in losses else min(losses, key=losses.__getitem__)
             shown.append(_line(marks[name], rates, [losses[rate] for rate in rates], name))
             text = f"{name}: {rate:.3g} was chosen"

@@ -184,7 +184,8 @@ class Calibration:
     @torch.no_grad()
     def _forward(self) -> None:
         """Write the hidden states before layers, and those behind the last one."""
-        indices, total = self.states.indices("hidden"), len(self.layers)
+        indices = self.states.indices("hidden")
+        total = len(self.layers)
         if 0 not in indices:
             self.states.write("hidden", 0, (self.layers.embed(part) for part in self.batches))
         for index in range(indices[-1] if indices else 0, total):

@@ -38,7 +38,8 @@ def tokenizer_fields(tokenizer: Any, entries: int) -> dict[str, Any]:
     if backend is None:
         raise ValueError("a GGUF file needs a fast tokenizer: pass tokenizer=AutoTokenizer.from_pretrained(...)")
     described = json.loads(backend.to_str())
-    known, vocabulary = _known(described), tokenizer.get_vocab()
+    known = _known(described)
+    vocabulary = tokenizer.get_vocab()
     is_byte_level = "pre" in known
     _check_expressible(described, is_byte_level)
     if beyond := [token for token, number in vocabulary.items() if number >= entries]:

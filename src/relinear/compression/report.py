@@ -95,7 +95,8 @@ class CompressReport:
         if self.evaluation is None:
             return []
         remarks, predicted = self.corpus.remarks, self.plan.nats
-        nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 2e-3)  # less may be rounding
+        nats = self.evaluation["nats"]
+        interval = max(self.evaluation["interval"] or 0.0, 2e-3)  # less may be rounding
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
             remarks.append(
                 f"the plan's prediction of {predicted:+z.3f} nats is off by more than half: {nats:+z.3f} were measured"

@@ -104,7 +104,8 @@ class RunLog(TrainerCallback):
         self.rows: list[dict[str, Any]] = []
         #: tokens per second between logs
         self.rates: list[float] = []
-        self._trainer, self._on_progress = trainer, on_progress or no_progress  # None was the default before
+        self._trainer = trainer
+        self._on_progress = on_progress or no_progress  # None was the default before
         self._steps = 0
         #: when timing last started, and the tokens seen until then
         self._timing_started: tuple[float, int] | None = None

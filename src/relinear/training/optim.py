@@ -34,7 +34,8 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
-    declared_fans, head = DeclaredFans(model), inner_output_head(model)
+    declared_fans = DeclaredFans(model)
+    head = inner_output_head(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             role = declared_fans.role(parameter, transposed=is_conv1d(module))  # Conv1D stores (in, out)
