@@ -355,7 +355,9 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
     page = Path("run/report.html").read_text()
     headings = re.findall("Analysis: (.*?)</h2>", page)
     assert headings == [
+        "outputs, runs/low_rank/seed-0/analysis",
         "effective rank, runs/low_rank/seed-0/analysis",
+        "outputs, runs/transponder/seed-0/analysis",
         "modulators, runs/transponder/seed-0/analysis",
     ]
     assert len(page.encode()) < pages.LIMIT
