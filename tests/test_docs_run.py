@@ -83,6 +83,7 @@ SMALLER = {
     "--tokens 4096": "--tokens 4",
     "rank=128,blocks=8": "rank=4,blocks=8",
     "llama-60m": "tiny",
+    "replicate rotor --model models/smollm2": "replicate rotor",  # the paper's blocks do not fit the tiny model
     "--for llama.cpp --size 90MB": "--size 0.5",  # its tokenizer has bytes alone
     "--tune --seeds 0,1,2": "--tune --set tune.learning_rates=[0.001,0.002] --set tune.extensions=0"
     " --set tune.check_full_length=false",

@@ -32,7 +32,7 @@ def command(
     Decoder layers are fitted one after another, each with the earlier replacements active. If it is
     killed, start the command again: it resumes after the last finished layer. The model is saved in DIR/model.
 
-    **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
+    **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/layer12`
     """
     from relinear.data import DataSettings, iter_texts
     from relinear.distill import DistillSettings, distill_
