@@ -11,7 +11,6 @@ from torch.nn.functional import linear, silu, softplus
 
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_of, block_diagonal_to_dense
 from relinear.functional.low_rank import low_rank_factors
-from relinear.functional.upcast import upcast
 
 
 class HDPLOutput(NamedTuple):
@@ -69,7 +68,8 @@ def hdpl_results(*arguments: Tensor | None) -> tuple[Tensor, ...]:
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
     """Return z = mu + exp(logvar / 2) * noise (Eq. 6), computed in at least float32, in mu's dtype; all (..., R)."""
-    return torch.addcmul(upcast(mu), torch.exp(0.5 * upcast(logvar)), noise).to(mu.dtype)
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    return torch.addcmul(mu.to(wide), torch.exp(0.5 * logvar.to(wide)), noise).to(mu.dtype)
 
 
 def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,7 +79,8 @@ def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Ten
 
 def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     """Return KL(N(mu, sigma^2) || N(0, 1)) per dimension (..., R), in nats (a summand of Eq. 8), at least float32."""
-    mu, logvar = upcast(mu), upcast(logvar)
+    wide = torch.promote_types(mu.dtype, torch.float32)  # four calls of Python fewer a step than ``upcast``
+    mu, logvar = mu.to(wide), logvar.to(wide)
     return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
 
 
@@ -129,7 +130,8 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     Returns:
         (...,) in float32 or better.
     """
-    mu, logvar = upcast(mu), upcast(logvar)
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    mu, logvar = mu.to(wide), logvar.to(wide)
     half = 0.5 * logvar
     # Written so that nothing overflows before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
     # cosh(l) / (1 + v) = (v + 1/v) / (2 (1 + v)).
