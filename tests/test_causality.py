@@ -47,6 +47,32 @@ class PeeksAhead(nn.Module):
         return torch.cat([y[:, :5], y[:, 5:6] + y[:, 6:7], y[:, 6:]], dim=1)
 
 
+class PoisonedByLaterTokens(nn.Module):
+    """Gives NaN at token 3 if token 6 is not what it was at the first call."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.first = inner, None
+
+    def forward(self, x):
+        y = self.inner(x).clone()
+        self.first = y[:, 6].clone() if self.first is None else self.first
+        if not torch.equal(y[:, 6], self.first):
+            y[:, 3] = torch.nan
+        return y
+
+
+def test_nan_is_neither_causal_nor_stable():
+    model = make_tiny_llama().eval()
+    model.model.layers[0].mlp.up_proj = PoisonedByLaterTokens(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(CausalityError):
+        relinear.check_causality(model, tokens=8)
+    model = make_tiny_llama().eval()
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="up_proj"):
+        relinear.check_causality(model, tokens=8)
+
+
 def conditioned(manager):
     model = make_tiny_llama()
     relinear.attach_(model, manager)

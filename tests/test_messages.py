@@ -24,7 +24,7 @@ from relinear.hf.model_source import missing_directory_message
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import os_errors_named
 from relinear.training import FitSettings, TrainSettings, fit
-from relinear_cli.errors import one_message
+from relinear_cli.errors import is_user_error, one_message
 from relinear_cli.main import main
 from relinear_cli.terminal import wrapped
 
@@ -112,6 +112,19 @@ def test_a_full_disk_is_told_in_one_form(error):
     with pytest.raises(OSError) as caught, os_errors_named("out/report.html"):
         raise error
     assert re.fullmatch(r"out/report.html: No space left on device.*; .* Free space .*", one_message(caught.value))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_relinear(error):
+    assert is_user_error(error)
+    assert one_message(error).startswith("out of memory: take a lower batch size")
 
 
 def test_the_command_line_names_its_own_option():

@@ -32,6 +32,16 @@ def test_every_recipe_takes_another_budget(name, budget):
             assert 0 <= run.steps * run.tokens_per_step - asked < run.tokens_per_step
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "scale"])  # widths are matched by themselves
+def test_every_recipe_takes_another_match_and_settings_of_what_it_says_in_short(name):
+    changes = {"match.by": "parameters", "tune.fraction": 0.5}
+    settings = CompareSettings.load(change_recipe(read_recipe(name), changes), name)
+    assert (settings.match.by, settings.tune.fraction) == ("parameters", 0.5)
+    changed = change_recipe({"widths": [32, 48], "tune": True}, {"widths.tokens_per_parameter": 5, "tune.fraction": 1})
+    assert changed["widths"] == {"widths": [32, 48], "tokens_per_parameter": 5}
+    assert changed["tune"] == {"fraction": 1}
+
+
 @pytest.mark.parametrize("name", WARMUPS)
 def test_warmups_are_those_of_the_papers(name):
     settings = CompareSettings.load(read_recipe(name), name)

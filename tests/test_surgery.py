@@ -236,6 +236,16 @@ def test_fold_gives_a_stock_model_back():
         relinear.fold_(llama())
 
 
+def test_a_plan_of_a_model_that_has_changed_is_refused():
+    model = llama()
+    plan = relinear.plan(model, {"q_proj": LOW})
+    plan.apply_()
+    operator = model.model.layers[0].self_attn.q_proj
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is another layer .* plan again"):
+        plan.apply_()
+    assert model.model.layers[0].self_attn.q_proj is operator
+
+
 def test_planned_operators_are_put_in_place_with_known_states():
     first, second = llama(), llama()
     relinear.replace_(first, {"q_proj": LOW})

@@ -25,16 +25,24 @@ _DISK_ADVICE = "finished files are intact. Free space or repair the disk, then s
 # Exceptions of other packages without a common base class, by the name of one of their base classes. With names, the
 # packages need not be imported to catch them.
 _FOREIGN = {"SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException", "UsageError"}  # the last is wandb's
+_MEMORY_ADVICE = "out of memory: take a lower batch size, shorter sequences, a smaller model or gradient checkpointing"
 
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether the user can fix ``error``: in settings, files, data, numbers, or by installing an extra."""
     known = isinstance(error, ValueError | OSError | FloatingPointError | ImportError | UnpicklingError)
-    return known or _is_foreign(error)
+    return known or _is_foreign(error) or _is_out_of_memory(error)
 
 
 def _is_foreign(error: BaseException) -> bool:
     return any(base.__name__ in _FOREIGN for base in type(error).__mro__)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out: Python's error, torch's for a GPU, or its plain RuntimeError for the processor."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def one_message(error: BaseException) -> str:
@@ -63,6 +71,8 @@ def _message(error: BaseException) -> str:
         return validation_message(error)  # type: ignore[arg-type]  # pydantic's error, recognised without importing pydantic
     if isinstance(error, UnpicklingError):  # torch's message would advise to load it anyway
         return "the weights are a pickle with more than tensors in it, which could run code; get them as safetensors"
+    if _is_out_of_memory(error):
+        return _MEMORY_ADVICE
     text = str(error).strip()
     if _is_foreign(error):
         return f"{type(error).__name__}: {text}"

@@ -249,7 +249,7 @@ def execution(
     """Return ``compare``'s arguments for where runs execute. Raises ValueError for SLURM settings without SLURM."""
     from relinear.contract.yaml_settings import parse_overrides
 
-    jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
+    jobs = parse_overrides(slurm or [], "--slurm") | ({} if partition is None else {"slurm_partition": partition})
     if jobs and executor != "slurm":
         raise ValueError("--partition and --slurm need --executor slurm")
     return {"workers": workers, "executor": executor, "slurm": jobs}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
 from relinear.contract.module_state import eval_mode, observe_forwards
-from relinear.contract.numerics import largest_epsilon
+from relinear.contract.numerics import check_no_nan, largest_epsilon
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.vocabulary import max_positions
 
@@ -117,8 +117,10 @@ def check_causality(
         tolerance = 8 * largest_epsilon(model)
     with eval_mode(model):
         expected = _outputs(model, inputs)
+        for value in expected.values():
+            check_no_nan(model, value, "check_causality")
         again = _outputs(model, inputs)
-        unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
+        unstable = next((n for n in expected if not _change(expected[n], again[n]).max() <= tolerance), None)
         if unstable is not None:
             raise ValueError(f"{unstable!r} gives different outputs for equal inputs in eval mode: nothing to compare")
         leaks: list[tuple[int, int, int, float]] = []  # rank of the module, position, source, difference
@@ -126,9 +128,9 @@ def check_causality(
             changed = _outputs(model, torch.cat([inputs[:, :source], changed_inputs[:, source:]], dim=1))
             for rank, (name, value) in enumerate(expected.items()):
                 change = _change(value, changed[name])[:source]
-                if change.max() > tolerance:
-                    position = int((change > tolerance).nonzero()[0])
-                    leaks.append((rank, position, source, float(change.max())))
+                leaked = ~(change <= tolerance)  # NaN is a change, too
+                if leaked.any():
+                    leaks.append((rank, int(leaked.nonzero()[0]), source, float(change.max())))
                     break
     if not leaks:
         return CausalityReport(length, len(expected))

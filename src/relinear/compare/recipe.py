@@ -1,6 +1,6 @@
 """Find and read recipes of ``relinear compare``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,12 @@ _ALTERNATIVES = (
     ("tokens", "budgets", "train.steps", "widths.tokens_per_parameter"),
     ("train.warmup_steps", "train.warmup_ratio"),
 )
+#: setting -> what its short form says: ``match: parameters``, ``widths: [32, 64]``, ``tune: true``
+_SHORT_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "match": lambda value: {"by": value},
+    "widths": lambda value: {"widths": value},
+    "tune": lambda value: {},
+}
 
 
 def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +38,9 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
         if not changes.keys().isdisjoint(keys):
             for key in keys:
                 values = without_key(values, key)
+    for key in {name.partition(".")[0] for name in changes if "." in name} & _SHORT_FORMS.keys():
+        if not isinstance(written := values.get(key), Mapping | None):
+            values = {**values, key: _SHORT_FORMS[key](written)}
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
         listed = ", ".join(f"{k}={shorten(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())

@@ -37,7 +37,7 @@ def _one_line(error: MarkedYAMLError) -> str:
     return position + str(error.problem).replace("\n", " ")[:_MAX_PARSER_MESSAGE]
 
 
-def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
+def parse_overrides(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """Return ``["a.b=1e-3", ...]`` as {"a.b": 0.001}; values are read as YAML, so lists and mappings work too.
 
     Raises:
@@ -48,8 +48,9 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         key = key.strip()
         if not equals or not key or not all(key.split(".")):
-            raise ValueError(f"--set {quoted(assignment)}: write it as key.subkey=value, for instance train.steps=100")
-        values[key] = read_value(text, f"--set {quoted(assignment)}")
+            example = ", for instance train.steps=100" if option == "--set" else ""
+            raise ValueError(f"{option} {quoted(assignment)}: write it as key.subkey=value{example}")
+        values[key] = read_value(text, f"{option} {quoted(assignment)}")
     return values
 
 

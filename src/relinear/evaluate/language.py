@@ -214,7 +214,8 @@ def lm_eval(
             evaluation = simple_evaluate(model=wrapped, tasks=names, **settings)
         except Exception as error:  # many kinds of registry, network and data errors, which all mean the same to a user
             listed = ", ".join(map(str, names))
-            raise ValueError(f"lm-eval cannot run {listed}: {str(error).strip().splitlines()[0]}") from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"lm-eval cannot run {listed}: {reason}") from error
     return dict(evaluation["results"])
 
 

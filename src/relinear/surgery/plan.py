@@ -94,7 +94,14 @@ class Plan:
 
         Returns:
             The model's summary, with the sizes of replaced layers before and after.
+
+        Raises:
+            ValueError: if a layer was replaced since the plan was made.
         """
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for replacement in self.replacements:
+            if modules.get(replacement.name) is not replacement.target.module:
+                raise ValueError(f"{replacement.name} is another layer than when the plan was made: plan again")
         before = {
             r.name: (module_parameters(r.target.module), module_flops(r.target.module)) for r in self.replacements
         }
