@@ -92,8 +92,8 @@ def _bench_layers(chosen: dict[str, Any], running: dict[str, Any]) -> tuple[Sect
     from relinear.bench.report import layers_section
     from relinear.bench.run import BenchSettings, run_bench
 
-    if wrong := [name for name in ("sequence_length", "batch_size", "inference_batches") if name in chosen]:
-        raise ValueError(f"--{wrong[0].replace('_', '-')} is about whole models: add --model, or take --tokens")
+    of_models = {name: chosen.get(name) for name in ("sequence_length", "batch_size", "inference_batches")}
+    options.refuse(of_models, "is about whole models: add --model, or take --tokens")
     settings = BenchSettings.load(chosen, "command line")
     result = run_bench(settings, **running)
     failed = {
@@ -110,8 +110,8 @@ def _bench_models(chosen: dict[str, Any], operators: list[str], running: dict[st
     from relinear.bench.models import ModelBenchSettings, run_model_bench
     from relinear.bench.report import models_section
 
-    if wrong := [name for name in ("shapes", "tokens", "repeats") if name in chosen]:
-        raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")
+    of_layers = {name: chosen.get(name) for name in ("shapes", "tokens", "repeats")}
+    options.refuse(of_layers, "is about single layers; with --model use --sequence-length and --batch-size")
     settings = ModelBenchSettings.load({k: v for k, v in chosen.items() if k != "operators"}, "command line")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")

@@ -32,13 +32,13 @@ def command(
     from relinear.data import DataSettings, iter_texts, prepare_data
 
     names = _tasks(tasks, lambada)
-    of_perplexity = {"--sequence-length": sequence_length, "--stride": stride, "--max-tokens": max_tokens}
+    of_perplexity = {"sequence_length": sequence_length, "stride": stride, "max_tokens": max_tokens}
     if "perplexity" not in names:
-        _refuse(of_perplexity | {"--data": data, "--text-column": text_column}, "is about the task perplexity")
+        options.refuse(of_perplexity | {"data": data, "text_column": text_column}, "is about the task perplexity")
     elif names == ["perplexity"]:
-        _refuse({"--limit": limit}, "counts examples of other tasks; --max-tokens limits perplexity")
+        options.refuse({"limit": limit}, "counts examples of other tasks; --max-tokens limits perplexity")
     if data is None:
-        _refuse({"--text-column": text_column}, "needs --data")
+        options.refuse({"text_column": text_column}, "needs --data")
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is not a run of relinear train, so it names no data to evaluate on; add --data")
@@ -81,11 +81,6 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
     for task, figures in results.items():
         texts = [f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()]
         print(f"{task}: {', '.join(texts)}")
-
-
-def _refuse(options_given: dict[str, Any], reason: str) -> None:
-    if wrong := [name for name, value in options_given.items() if value is not None]:
-        raise ValueError(f"{wrong[0]} {reason}")
 
 
 def _tasks(option: str, lambada: Path | None) -> list[str]:

@@ -255,6 +255,12 @@ def execution(
     return {"workers": workers, "executor": executor, "slurm": jobs}
 
 
+def refuse(values: dict[str, Any], reason: str) -> None:
+    """Raise ValueError with ``reason`` for the first option of ``values`` (by parameter) that was written."""
+    if written := [name for name, value in values.items() if value is not None]:
+        raise ValueError(f"--{written[0].replace('_', '-')} {reason}")
+
+
 def parse_names(text: str | None) -> list[str]:
     """Return ``"a, b"`` as ["a", "b"]; None and empty texts are an empty list."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]

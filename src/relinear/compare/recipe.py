@@ -6,6 +6,7 @@ from typing import Any
 
 from relinear.contract import plugins
 from relinear.contract.messages import did_you_mean, quoted
+from relinear.contract.settings import Settings
 from relinear.contract.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.deprecated import RENAMED_SETTINGS
 from relinear.system.text import shorten
@@ -17,11 +18,22 @@ _ALTERNATIVES = (
     ("tokens", "budgets", "train.steps", "widths.tokens_per_parameter"),
     ("train.warmup_steps", "train.warmup_ratio"),
 )
-#: setting -> what its short form says: ``match: parameters``, ``widths: [32, 64]``, ``tune: true``
-_SHORT_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "match": lambda value: {"by": value},
-    "widths": lambda value: {"widths": value},
-    "tune": lambda value: {},
+
+
+def true_as(default: Any) -> Callable[[Any], Any]:
+    """Return a function that reads ``true`` as ``default`` and ``false`` as None, and leaves other values unchanged."""
+    return lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value
+
+
+def _read_widths(value: Any) -> Any:
+    return value if value is None or isinstance(value, Mapping | Settings) else {"widths": value}
+
+
+#: setting -> what reads its short form: ``match: parameters``, ``widths: [32, 64]``, ``tune: true``
+SHORT_FORMS: dict[str, Callable[[Any], Any]] = {
+    "match": lambda value: {"by": value} if isinstance(value, str) else value,
+    "widths": _read_widths,
+    "tune": true_as({}),
 }
 
 
@@ -38,10 +50,8 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
         if not changes.keys().isdisjoint(keys):
             for key in keys:
                 values = without_key(values, key)
-    for key in {name.partition(".")[0] for name in changes if "." in name} & _SHORT_FORMS.keys():
-        if not isinstance(written := values.get(key), Mapping | None):
-            values = {**values, key: _SHORT_FORMS[key](written)}
-    changed = apply_overrides(values, changes)
+    in_full = {key: read(values[key]) for key, read in SHORT_FORMS.items() if key in values}
+    changed = apply_overrides({**values, **in_full}, changes)
     if changes and "description" not in changes:
         listed = ", ".join(f"{k}={shorten(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())
         # the recipe's description is about its own entries, which were replaced

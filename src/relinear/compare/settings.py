@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
+from relinear.compare.recipe import SHORT_FORMS, true_as
 from relinear.contract.messages import did_you_mean
 from relinear.contract.setting_text import keeps_layer, parse_setting
 from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
@@ -39,11 +40,6 @@ def _read_file_sizes(value: Any) -> Any:
         return ascending if ascending[1:] else next(iter(ascending), None)
     in_bytes = size_in_bytes(value) if isinstance(value, str) else None
     return value if in_bytes is None else round(in_bytes)
-
-
-def _or_default(default: Any) -> BeforeValidator:
-    """Read ``true`` as a default, ``false`` as None."""
-    return BeforeValidator(lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -173,8 +169,8 @@ class TuneSettings(Settings):
     """
 
     learning_rates: _Grid = (5e-4, 1e-3, 2e-3, 4e-3)
-    initializer_range: Annotated[_Grid | None, _or_default((0.02, 0.05, 0.1))] = None
-    warmup_ratio: Annotated[_Shares | None, _or_default((0.1, 0.3, 0.5))] = None
+    initializer_range: Annotated[_Grid | None, BeforeValidator(true_as((0.02, 0.05, 0.1)))] = None
+    warmup_ratio: Annotated[_Shares | None, BeforeValidator(true_as((0.1, 0.3, 0.5)))] = None
     fraction: float = Field(default=0.25, gt=0, le=1)
     seed: Seed = 1000
     extensions: int = Field(default=2, ge=0)
@@ -221,10 +217,6 @@ class WidthSettings(Settings):
     tokens_per_parameter: PositiveFloat | None = None
 
 
-def _read_widths(value: Any) -> Any:
-    return value if value is None or isinstance(value, Mapping | WidthSettings) else {"widths": value}
-
-
 class _SharedTrainSettings(TrainSettings):
     """Training settings whose steps may follow from a budget; warm-up is checked with each entry's steps."""
 
@@ -267,13 +259,13 @@ class CompareSettings(Settings):
     train: Annotated[_SharedTrainSettings, BeforeValidator(_only_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Unique, _ASCENDING] | None = None
-    widths: Annotated[WidthSettings | None, BeforeValidator(_read_widths)] = None
-    match: Annotated[MatchSettings, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = MatchSettings()
+    widths: Annotated[WidthSettings | None, BeforeValidator(SHORT_FORMS["widths"])] = None
+    match: Annotated[MatchSettings, BeforeValidator(SHORT_FORMS["match"])] = MatchSettings()
     seeds: Annotated[Seeds, BeforeValidator(_as_tuple)] = (0,)
-    tune: Annotated[TuneSettings | None, _or_default({})] = None
+    tune: Annotated[TuneSettings | None, BeforeValidator(SHORT_FORMS["tune"])] = None
     speed: SpeedSettings = SpeedSettings()
     reference: str | None = None
-    ngram: Annotated[Literal["auto"] | PositiveInt | None, _or_default("auto")] = "auto"
+    ngram: Annotated[Literal["auto"] | PositiveInt | None, BeforeValidator(true_as("auto"))] = "auto"
 
     @classmethod
     def upgraded(cls, saved: Any) -> Any:

@@ -35,8 +35,8 @@ class FileFormat:
         candidates: operators that the file stores, each at all its sizes.
         layer_bytes: bytes of a model's layer with an operator, or unchanged for None; infinite if it cannot be stored.
         other_bytes: upper bound of the file's other bytes, for a model, its tokenizer and the layers.
-        file: its name; None if the program reads relinear's own.
-        write: writes the file; None likewise.
+        file: name of the file; None if the program reads relinear's own.
+        write: writes the file; None if the program reads relinear's own.
         check: raises ValueError for a model or tokenizer that the file cannot hold.
         fused: a pattern of the ends of names of layers that must share a type; by default it matches none.
         tables: whether embedding and head are compressed, too.

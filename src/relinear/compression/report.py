@@ -34,7 +34,7 @@ class CompressReport:
         seconds: by phase, of this call.
         parameters_before: number of the original's parameters.
         bytes: bytes of all weights, floats at no more than half precision.
-        bytes_before: the original's, likewise.
+        bytes_before: the original model's bytes, counted in the same way.
         file: name of the file that the program reads.
         file_bytes: its size on disk; None before it is written.
         corpus: the texts.

@@ -218,7 +218,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             self.create(**kw)
             self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
             # the meta device has sizes alone, and takes longer to draw none than others take to draw values
-            if not any(tensor.is_meta for tensor in self.state_dict(keep_vars=True).values()):
+            if not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
                 self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
