@@ -1,6 +1,7 @@
 """Wrong inputs and settings: one ValueError that says what was wrong, what was expected and what is nearest to it."""
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -17,14 +18,14 @@ from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.compare.folder import comparison_folder
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import UnknownSettingError
-from relinear.contract.messages import did_you_mean, quoted
+from relinear.contract.config import Count, UnknownSettingError
 from relinear.contract.operator import Operator, OperatorConfig
-from relinear.contract.setting_text import parse_setting
-from relinear.contract.yaml_settings import apply_overrides, parse_overrides, read_yaml
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import locate_model
+from relinear.settings.messages import did_you_mean, quoted
+from relinear.settings.setting_text import parse_setting
+from relinear.settings.yaml_settings import apply_overrides, parse_overrides, read_yaml
 
 LOW = relinear.LowRank(rank=2)
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -180,6 +181,17 @@ def test_the_nearest_keyword():
     refused(lambda: relinear.ContextManager(dims=8), "'dim'")
     refused(lambda: relinear.LowRank().replace(rnk=8), "'rank'")
     assert issubclass(UnknownSettingError, TypeError)
+
+
+def test_settings_are_checked_beside_annotations_that_only_type_checkers_resolve() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(relinear.OperatorConfig):
+        kind = "mine"
+        rank: "Count"
+        device: "OnlyForTypeCheckers | None" = None  # noqa: F821
+
+    assert Mine(rank=2, device=3).rank == 2
+    refused(lambda: Mine(rank=-2), "rank")
 
 
 @pytest.mark.parametrize(

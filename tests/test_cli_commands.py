@@ -23,9 +23,9 @@ from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, find_recipe, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
-from relinear.contract.yaml_settings import apply_overrides, parse_overrides, read_yaml
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
+from relinear.settings.yaml_settings import apply_overrides, parse_overrides, read_yaml
 from relinear.system.progress import Progress
 from relinear.training import TrainSettings
 from relinear_cli import progress

@@ -10,7 +10,7 @@ import relinear.operators.low_rank
 import relinear.surgery.fold
 from conftest import make_tiny_llama
 from relinear.activations import Patch, intervene
-from relinear.activations.hook_points import HasHookPoints
+from relinear.activations.hooks import HasHookPoints
 from relinear.bench.run import BenchSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.distill import DistillSettings

@@ -15,8 +15,8 @@ import pytest
 
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
-from relinear.contract.yaml_settings import read_yaml
 from relinear.data.tokenizers import load_tokenizer
+from relinear.settings.yaml_settings import read_yaml
 from relinear_cli.main import main
 
 PLANS = REPOSITORY / "results" / "plans"

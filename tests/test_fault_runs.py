@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from relinear.compare.folder import read_losses
-from relinear.contract.yaml_settings import read_yaml
 from relinear.data.packing import PackedDataset
+from relinear.settings.yaml_settings import read_yaml
 from relinear.system.files import atomic_path, os_errors_named, read_json
 from relinear.system.lock import exclusive
 from relinear.training.fitting import remove_checkpoints

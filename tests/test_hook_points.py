@@ -8,7 +8,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.hook_points import hook_points, observe_hook_points
+from relinear.activations.hooks import hook_points, observe_hook_points
 from tiny_models import make_cgt
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -130,7 +130,8 @@ def test_an_output_moves_as_by_its_bias() -> None:
     model = make_tiny_gpt2()
     shifted = copy.deepcopy(model)
     shifted.transformer.h[0].mlp.c_fc.bias.data[5] += 2
-    torch.testing.assert_close(run(model, {"h.0.mlp.c_fc.output": activations.Add(2.0, dims=[5])})[0], run(shifted)[0])
+    moved = {"h.0.mlp.c_fc.output": activations.Add(2.0, dims=torch.tensor([5]))}
+    torch.testing.assert_close(run(model, moved)[0], run(shifted)[0])
 
 
 def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:

@@ -147,6 +147,7 @@ def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
         ({"k_proj": activations.Patch(0.0)}, "q_proj"),
         ({"q_proj": activations.Patch([0.0] * 5)}, "must end in 6"),
         ({"q_proj": activations.Add(torch.zeros(2), dims=[0, 1, 2])}, "must end in 3"),
+        ({"q_proj": activations.Add(1.0, dims=[0.5])}, "must be indices"),
         ({"q_proj": activations.Add(1.0, dims=[6])}, "6 dimensions"),
         ({"q_proj": activations.Clamp()}, "minimum"),
         ({"q_proj": activations.Patch(torch.zeros(4))}, "must end in 6"),

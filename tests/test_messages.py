@@ -18,9 +18,9 @@ from conftest import make_tiny_llama
 from relinear.compare.match import plan_comparison
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
-from relinear.contract.yaml_settings import read_value
 from relinear.explore import server as explore_server
 from relinear.hf.model_source import missing_directory_message
+from relinear.settings.yaml_settings import read_value
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import os_errors_named
 from relinear.training import FitSettings, TrainSettings, fit

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, softmax
 import relinear
 from conftest import make_tiny_llama
 from relinear.contract.objective import ObjectiveConfig
-from relinear.contract.settings import Settings
+from relinear.settings.base import Settings
 from relinear.training import FitSettings, TrainSettings, fit, read_metrics, train
 from relinear.training.distill import Distill, divergence
 from relinear_cli.main import main

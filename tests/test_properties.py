@@ -22,7 +22,7 @@ from fuzz.kinds import settings_examples
 from relinear.compare.recipe import BUNDLED, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
-from relinear.contract.yaml_settings import apply_overrides, read_yaml
+from relinear.settings.yaml_settings import apply_overrides, read_yaml
 from relinear.training import TrainSettings
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

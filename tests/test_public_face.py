@@ -92,7 +92,7 @@ def test_an_operator_of_0_2_finds_what_it_imports() -> None:
     from relinear.core.latents import LatentOperator, Replace, observe
 
     assert Replace is relinear.activations.Patch
-    assert (LatentOperator.__module__, observe.__name__) == ("relinear.activations.hook_points", "observe")
+    assert (LatentOperator.__module__, observe.__name__) == ("relinear.activations.hooks", "observe")
     from relinear.core.objective import GuidedTraining
 
     assert GuidedTraining is relinear.hf.training_loss.ModelWithObjective

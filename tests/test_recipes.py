@@ -7,7 +7,7 @@ import pytest
 
 from relinear.compare.recipe import BUNDLED, change_recipe, read_recipe
 from relinear.compare.settings import CompareSettings
-from relinear.contract.yaml_settings import read_value
+from relinear.settings.yaml_settings import read_value
 from relinear.training import FitSettings
 from relinear_cli.main import main
 

@@ -18,23 +18,24 @@ from relinear.contract.operator import OperatorConfig
 SOURCE = Path(relinear.__file__).parent
 
 #: room -> the rooms it may import beside itself, in the order in which they stand on each other
-_MODEL = {"contract", "hf", "activations"}
+_MODEL = {"settings", "contract", "hf", "activations"}
 MAY_IMPORT = {
     "system": set(),
     "pages": {"system"},
     "clifford": set(),
     "functional": {"clifford"},
-    "contract": {"system"},
-    "hf": {"contract"},
-    "activations": {"contract", "hf"},
+    "settings": {"system"},
+    "contract": {"settings", "system"},
+    "hf": {"settings", "contract"},
+    "activations": {"settings", "contract", "hf"},
     "kernels": {"functional", "system"},
     "operators": _MODEL | {"functional", "clifford", "kernels", "system"},
     "residual": _MODEL,
     "surgery": _MODEL | {"functional", "system"},
     "models": _MODEL | {"functional", "kernels", "system"},
-    "data": {"contract", "hf", "system"},
+    "data": {"settings", "contract", "hf", "system"},
     "testing": _MODEL | {"operators", "surgery", "system"},
-    "evaluate": {"contract", "hf", "data"},
+    "evaluate": {"settings", "contract", "hf", "data"},
     "distill": _MODEL | {"surgery", "data", "evaluate", "pages", "system"},
     "training": _MODEL | {"surgery", "models", "data", "evaluate", "pages", "system"},
     "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "training", "pages", "system"},

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from relinear import LowRank
-from relinear.contract.setting_text import parse_setting
-from relinear.contract.settings import Settings
+from relinear.settings.base import Settings
+from relinear.settings.setting_text import parse_setting
 from relinear.system.allocator import tune_allocator
 from relinear.training import TrainSettings
 

@@ -13,9 +13,9 @@ from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.compare.recipe import read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError
-from relinear.contract.yaml_settings import apply_overrides
 from relinear.functional import transponder as reference
 from relinear.kernels import native
+from relinear.settings.yaml_settings import apply_overrides
 from relinear.training import FitSettings, fit
 from relinear.training.optim import build_optimizer
 

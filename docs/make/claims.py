@@ -16,7 +16,7 @@ import evidence
 import file_sizes
 import forest
 from measured import RESULTS, folded, table
-from relinear.contract.yaml_settings import read_yaml
+from relinear.settings.yaml_settings import read_yaml
 
 __all__ = ["PAPERS", "Claim", "in_readme", "pages", "papers"]
 

@@ -19,8 +19,8 @@ from typer.models import ArgumentInfo, OptionInfo
 from relinear.bench.run import BenchSettings
 from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
-from relinear.contract.settings import Settings
 from relinear.distill import DistillSettings
+from relinear.settings.base import Settings
 from relinear.training import TrainSettings
 from settings import setting_meanings
 

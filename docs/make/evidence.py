@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from measured import RESULTS, mean, signed, table
-from relinear.contract.yaml_settings import read_yaml
+from relinear.settings.yaml_settings import read_yaml
 from relinear.system.confidence import half_width
 
 __all__ = ["AHEAD", "BEHIND", "INCONCLUSIVE", "NO_DIFFERENCE", "Row", "described", "in_results", "rows", "select"]

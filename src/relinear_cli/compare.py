@@ -123,7 +123,7 @@ def _changed_settings(
     """
     from relinear.compare.recipe import change_recipe, read_recipe
     from relinear.compare.settings import CompareSettings
-    from relinear.contract.yaml_settings import apply_overrides, without_key
+    from relinear.settings.yaml_settings import apply_overrides, without_key
 
     as_written = values = {} if recipe is None else read_recipe(recipe)
     if operators:  # they replace the recipe's entries, and settings that name one of those
@@ -142,7 +142,7 @@ def _changed_settings(
 
 def _resized(values: dict[str, Any], match: str | None) -> dict[str, Any]:
     """Return ``values`` with entries that ``--match`` may resize, whatever the recipe's own match may."""
-    from relinear.contract.setting_text import keeps_layer
+    from relinear.settings.setting_text import keeps_layer
 
     def resized(entry: Any) -> Any:
         if match == "bytes" and isinstance(entry, dict) and entry.get("resize") == "fixed":

@@ -66,7 +66,7 @@ def _message(error: BaseException) -> str:
             else message
         )
     if hasattr(error, "errors") and hasattr(error, "error_count"):
-        from relinear.contract.messages import validation_message
+        from relinear.settings.messages import validation_message
 
         return validation_message(error)  # type: ignore[arg-type]  # pydantic's error, recognised without importing pydantic
     if isinstance(error, UnpicklingError):  # torch's message would advise to load it anyway

@@ -27,7 +27,7 @@ def command(
     import shutil
 
     import relinear
-    from relinear.contract.yaml_settings import parse_overrides
+    from relinear.settings.yaml_settings import parse_overrides
 
     mapping = options.operator_mapping(replace or [])
     loaded = options.load_model(model, parse_overrides(overrides or []), meta=not causality)

@@ -28,7 +28,7 @@ def command(
         for topic in _WHAT:
             print(wrapped(f"{topic}: {', '.join(listed(topic))}", sys.stdout, 2))
         return
-    from relinear.contract.messages import did_you_mean
+    from relinear.settings.messages import did_you_mean
 
     if what not in _WHAT:
         raise ValueError(f"there is no list of {what!r}; {did_you_mean(what, _WHAT)}")
@@ -68,9 +68,9 @@ def listed(topic: str) -> dict[str, Any]:
     from relinear.contract.attachment import AttachmentConfig
     from relinear.contract.objective import ObjectiveConfig
     from relinear.contract.operator import OperatorConfig
-    from relinear.contract.yaml_settings import read_yaml
     from relinear.data.tasks import Task
     from relinear.models import preset_config, preset_names
+    from relinear.settings.yaml_settings import read_yaml
 
     if topic == "presets":
         template = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"

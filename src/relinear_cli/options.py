@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from relinear.contract.settings import Settings
     from relinear.data import DataSettings
+    from relinear.settings.base import Settings
 
 Chosen = TypeVar("Chosen", bound="Settings")
 
@@ -77,7 +77,7 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
     Raises:
         ValueError: if one of ``--set`` is not KEY=VALUE.
     """
-    from relinear.contract.yaml_settings import parse_overrides
+    from relinear.settings.yaml_settings import parse_overrides
 
     chosen = {name: value for name, value in options.items() if value is not None and value != []}
     return chosen | parse_overrides(overrides or [])
@@ -135,8 +135,8 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     Raises:
         ValueError: if a text does not have this format, or if a pattern occurs twice.
     """
-    from relinear.contract.messages import quoted
-    from relinear.contract.setting_text import keeps_layer, parse_setting
+    from relinear.settings.messages import quoted
+    from relinear.settings.setting_text import keeps_layer, parse_setting
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
@@ -165,7 +165,7 @@ def parse_layers(text: str | None) -> list[int] | None:
     Raises:
         ValueError: if a part is neither a number nor a range.
     """
-    from relinear.contract.messages import quoted
+    from relinear.settings.messages import quoted
 
     if text is None:
         return None
@@ -247,7 +247,7 @@ def execution(
     workers: int | None, executor: str | None, slurm: list[str] | None, partition: str | None = None
 ) -> dict[str, Any]:
     """Return ``compare``'s arguments for where runs execute. Raises ValueError for SLURM settings without SLURM."""
-    from relinear.contract.yaml_settings import parse_overrides
+    from relinear.settings.yaml_settings import parse_overrides
 
     jobs = parse_overrides(slurm or [], "--slurm") | ({} if partition is None else {"slurm_partition": partition})
     if jobs and executor != "slurm":
@@ -268,7 +268,7 @@ def parse_names(text: str | None) -> list[str]:
 
 def parse_numbers(option: str, text: str | None) -> list[int] | None:
     """Parse ``"0,1,2"``, the value of ``option``, into a list; None stays None. Raises ValueError for other texts."""
-    from relinear.contract.messages import quoted
+    from relinear.settings.messages import quoted
 
     try:
         return None if text is None else [int(part) for part in text.split(",")]
@@ -282,7 +282,7 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     Raises:
         ValueError: if the same setting is given twice.
     """
-    from relinear.contract.messages import quoted
+    from relinear.settings.messages import quoted
 
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}

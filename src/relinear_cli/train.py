@@ -45,7 +45,7 @@ def command(
     """
     from relinear.compare.recipe import find_recipe
     from relinear.compare.requirements import training_requirements
-    from relinear.contract.yaml_settings import apply_overrides, read_yaml
+    from relinear.settings.yaml_settings import apply_overrides, read_yaml
     from relinear.system.machine import is_first_rank
     from relinear.training import TrainSettings, train
     from relinear.training.fitting import rank_count

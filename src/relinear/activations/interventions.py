@@ -4,16 +4,17 @@
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, Intervention, hook_points, with_hooks
+from relinear.activations.hooks import OUTPUT, Activation, HookPoint, Intervention, hook_points, with_hooks
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import did_you_mean, quoted
 from relinear.deprecated import warn_renamed, with_attributes_of_0_2
+from relinear.settings.messages import did_you_mean, quoted
 
 Values = float | Sequence[float] | Tensor
 
@@ -21,13 +22,16 @@ Values = float | Sequence[float] | Tensor
 class _DimensionIntervention(Intervention):
     """Base of interventions that change all dimensions, or those in ``dims``."""
 
-    dims: Sequence[int] | None
+    dims: Sequence[int] | Tensor | None
 
     def check(self, name: str, size: int) -> None:
         if self.dims is not None:
-            wrong = [d for d in self.dims if not isinstance(d, int) or not -size <= d < size]
-            if wrong or not self.dims:
-                raise ValueError(f"{name}: dims={tuple(self.dims)} must be indices into its {size} dimensions")
+            try:
+                valid = len(self.dims) > 0 and all(-size <= operator.index(d) < size for d in self.dims)
+            except TypeError:
+                valid = False
+            if not valid:
+                raise ValueError(f"{name}: dims={quoted(self.dims)} must be indices into its {size} dimensions")
         width = size if self.dims is None else len(self.dims)
         for field, value in vars(self).items():
             shape = () if field == "dims" or value is None or callable(value) else torch.as_tensor(value).shape
@@ -40,7 +44,7 @@ class _DimensionIntervention(Intervention):
         if self.dims is None:
             return self.change(activation)
         z = activation.z.clone()
-        dims = list(self.dims)
+        dims = [operator.index(d) for d in self.dims]
         z[..., dims] = self.change(Activation(*(part[..., dims] for part in activation)))
         return z
 
@@ -56,7 +60,7 @@ class Clamp(_DimensionIntervention):
     Attributes:
         minimum: a number or (R,); None for no bound.
         maximum: a number or (R,); None for no bound. At least one of the two is given.
-        dims: the dimensions of z that it applies to; all of them if None.
+        dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
         ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
@@ -69,7 +73,7 @@ class Clamp(_DimensionIntervention):
 
     minimum: Values | None = None
     maximum: Values | None = None
-    dims: Sequence[int] | None = None
+    dims: Sequence[int] | Tensor | None = None
 
     def check(self, name: str, size: int) -> None:
         if self.minimum is None and self.maximum is None:
@@ -90,7 +94,7 @@ class Add(_DimensionIntervention):
     Attributes:
         direction: a number, (R,) or anything that broadcasts to z (..., R).
         scale: factor of the direction.
-        dims: the dimensions of z that it applies to; all of them if None.
+        dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
         ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
@@ -104,7 +108,7 @@ class Add(_DimensionIntervention):
 
     direction: Values
     scale: float = 1.0
-    dims: Sequence[int] | None = None
+    dims: Sequence[int] | Tensor | None = None
 
     def change(self, activation: Activation) -> Tensor:
         return activation.z + self.scale * _broadcastable(self.direction, activation.z)
@@ -116,7 +120,7 @@ class Patch(_DimensionIntervention):
 
     Attributes:
         value: a number, (R,), what broadcasts to z (..., R), or a function of the ``Activation`` that returns it.
-        dims: the dimensions of z that it applies to; all of them if None.
+        dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
         ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
@@ -130,7 +134,7 @@ class Patch(_DimensionIntervention):
     """
 
     value: Values | Callable[[Activation], Tensor]
-    dims: Sequence[int] | None = None
+    dims: Sequence[int] | Tensor | None = None
 
     def change(self, activation: Activation) -> Tensor:
         value = self.value(activation) if callable(self.value) else self.value

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import (
+from relinear.activations.hooks import (
     LATENT,
     Activation,
     HookPoint,
@@ -22,7 +22,7 @@ from relinear.activations.hook_points import (
     with_hooks,
 )
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import did_you_mean
+from relinear.settings.messages import did_you_mean
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:

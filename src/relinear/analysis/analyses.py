@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from relinear.contract import plugins
-from relinear.contract.messages import did_you_mean
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tasks import MixtureTask, Samples, Task, task_of
 from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row
 from relinear.pages.matplotlib_figures import save_panels
+from relinear.settings.messages import did_you_mean
 from relinear.system.files import write_json
 from relinear.system.grouped import grouped
 from relinear.system.progress import Progress, ProgressCallback, no_progress

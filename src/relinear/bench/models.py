@@ -14,9 +14,9 @@ from relinear.bench.operators import Mode
 from relinear.bench.run import DTYPES, Dtype, parsed_by
 from relinear.contract.inference import for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
-from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.models import from_preset, preset_config
 from relinear.operators.context_manager import ContextManager
+from relinear.settings.base import PositiveInt, Settings, Threads
 from relinear.surgery.plan import attach_, replace_
 from relinear.system.allocator import tune_allocator
 from relinear.system.machine import on_threads

@@ -20,8 +20,8 @@ from relinear.bench.operators import Mode, Pass, TimedCase, bench_case
 from relinear.bench.report import draw_layers
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
-from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, library
+from relinear.settings.base import PositiveInt, Settings, Threads
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
 from relinear.system.grouped import grouped

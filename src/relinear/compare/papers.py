@@ -13,10 +13,10 @@ from pydantic import BeforeValidator, Field
 from relinear.compare.report import gap_text
 from relinear.compare.schema import Gap
 from relinear.compare.settings import Seeds
-from relinear.contract.messages import did_you_mean
-from relinear.contract.settings import PositiveInt, Settings
-from relinear.contract.yaml_settings import read_yaml
 from relinear.pages.blocks import Block, Cell, Row, Table, Text
+from relinear.settings.base import PositiveInt, Settings
+from relinear.settings.messages import did_you_mean
+from relinear.settings.yaml_settings import read_yaml
 
 PAPERS = Path(__file__).parent / "papers"
 #: names of a replication's files

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from relinear.contract import plugins
-from relinear.contract.messages import did_you_mean, quoted
-from relinear.contract.settings import Settings
-from relinear.contract.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.deprecated import RENAMED_SETTINGS
+from relinear.settings.base import Settings
+from relinear.settings.messages import did_you_mean, quoted
+from relinear.settings.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.system.text import shorten
 
 #: the recipes that come with relinear

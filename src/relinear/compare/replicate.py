@@ -26,12 +26,12 @@ from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap
 from relinear.compare.settings import CompareSettings
-from relinear.contract.yaml_settings import apply_overrides
 from relinear.data.tasks import task_of
 from relinear.models import is_preset, preset_config
 from relinear.pages.blocks import Cell, Section, Text
 from relinear.pages.page import write_page
 from relinear.pages.records import loss_unit, read_values
+from relinear.settings.yaml_settings import apply_overrides
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 from relinear.system.text import number

@@ -9,13 +9,13 @@ import pydantic
 from relinear.compare import figures
 from relinear.compare.gaps import gap_of_means
 from relinear.compare.schema import AXES, FORMAT, RESULTS, SCALE, EntryResult, Gap, Results, SeriesEntry, Statistic
-from relinear.contract.messages import quoted
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Panel, Series, colors
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, loss_unit, what_ran
+from relinear.settings.messages import quoted
 from relinear.system.files import damaged_file_errors, read_json
 from relinear.system.text import gib, number
 from relinear.training.settings import TrainSettings

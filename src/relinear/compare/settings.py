@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.compare.recipe import SHORT_FORMS, true_as
-from relinear.contract.messages import did_you_mean
-from relinear.contract.setting_text import keeps_layer, parse_setting
-from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
-from relinear.contract.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.data.tasks import task_of
+from relinear.settings.base import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
+from relinear.settings.messages import did_you_mean
+from relinear.settings.setting_text import keeps_layer, parse_setting
+from relinear.settings.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
 

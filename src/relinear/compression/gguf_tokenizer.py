@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from relinear.contract.messages import warn_user
 from relinear.data.tokenizers import encode, text_start
+from relinear.settings.messages import warn_user
 from relinear.system.text import some_names
 
 #: What llama.cpp knows: settings as in tokenizer.json, and its name for them; SentencePiece's kind has none, and says

@@ -10,8 +10,8 @@ from typing import Any, Self
 from relinear.compression.budget import size_of
 from relinear.compression.storage import write_record
 from relinear.contract.linear_layers import is_embedding, linear_features
-from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_replaceable
+from relinear.settings.messages import quoted
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import damaged_file_errors, read_json
 from relinear.system.grouped import grouped

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.contract.operator import OperatorConfig
-from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
 from relinear.distill.settings import check_whole_blocks
+from relinear.settings.base import Batch, Seed, Settings, size_in_bytes
 
 #: bits of a weight where no budget is given: the least that every reader stores with its scales
 DEFAULT_BITS = 4.5

@@ -1,11 +1,10 @@
-"""Base classes of operators, attachments and objectives, and tools that every room uses.
+"""Base classes of operators, attachments and objectives, and what all of them need.
 
-What authors derive from, with what these classes consist of: ``operator``, ``wrapper``, ``attachment``, ``objective``,
+What authors derive from: ``operator``, ``wrapper``, ``attachment``, ``objective``,
 ``config``, ``auxiliary_mixin``, ``auxiliary_losses``, ``calibration_statistics``, ``inference``, ``linear_layers`` and
 ``parameter_roles``.
 
-What all rooms use: ``input_checks``, ``messages``, ``module_state``, ``module_tree``, ``numerics``, ``parameters``,
-``plugins``, ``setting_text``, ``settings``.
+What all rooms use: ``input_checks``, ``module_state``, ``module_tree``, ``numerics``, ``parameters``, ``plugins``.
 """
 
 from relinear.contract.attachment import AttachmentConfig

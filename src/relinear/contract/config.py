@@ -1,12 +1,13 @@
 """Frozen configs that are serialised by kind, with one registry for each family: operators, attachments, objectives.
 
 Only plain JSON values, tuples and nested configs are allowed as fields, so that a config can be written into a
-checkpoint's ``config.json`` and read back without running any code. ``contract.settings`` is for the other kind of
+checkpoint's ``config.json`` and read back without running any code. ``settings.base`` is for the other kind of
 settings: what a user writes for a command.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -17,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
-from relinear.contract.messages import did_you_mean, quoted, validation_message
-from relinear.contract.setting_text import parse_setting
+from relinear.settings.messages import did_you_mean, quoted, validation_message
+from relinear.settings.setting_text import parse_setting
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
@@ -222,11 +223,14 @@ def _decode(value: Any) -> Any:
 
 @functools.cache
 def _hints(cls: type[Config]) -> dict[str, Any]:
-    try:
-        hints = typing.get_type_hints(cls, include_extras=True)
-    except NameError:  # the class imports names for its type checker only
-        return {}
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    """Return the annotations of a config's fields, but for those whose names are imported for type checkers only."""
+    hints: dict[str, Any] = {}
+    for base in cls.__mro__:
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            one = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+            with contextlib.suppress(NameError):
+                hints = typing.get_type_hints(one, include_extras=True) | hints
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name in hints}
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:

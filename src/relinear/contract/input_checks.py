@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.config import Config
-from relinear.contract.messages import quoted
+from relinear.settings.messages import quoted
 
 
 def check_features(x: Any, width: int, layer: nn.Module) -> None:

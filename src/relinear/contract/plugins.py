@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
-from relinear.contract.messages import warn_user
+from relinear.settings.messages import warn_user
 
 #: environment variable: modules to import, separated by commas
 IMPORT_VARIABLE = "RELINEAR_IMPORT"

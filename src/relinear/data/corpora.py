@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from relinear.contract.messages import similar_names, warn_user
 from relinear.data.chat import Conversation, encodable
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
@@ -24,6 +23,7 @@ from relinear.data.tasks import (
     Task,
     task_of,
 )
+from relinear.settings.messages import similar_names, warn_user
 from relinear.system.text import shorten
 
 #: ``all`` has every document of a corpus without splits

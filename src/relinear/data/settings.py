@@ -5,10 +5,10 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from relinear.contract.messages import quoted
-from relinear.contract.settings import Settings
 from relinear.data.tasks import task_of
 from relinear.data.tokenizers import check_tokenizer_name
+from relinear.settings.base import Settings
+from relinear.settings.messages import quoted
 
 
 class DataSettings(Settings):

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relinear.contract.messages import quoted
 from relinear.data.chat import Conversation, as_document
+from relinear.settings.messages import quoted
 from relinear.system.grouped import grouped
 from relinear.system.private_cache import cache_folder, cached, digest, usable_folder
 from relinear.system.text import shorten

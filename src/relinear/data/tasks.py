@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from relinear.contract.config import Config, Count, NonNegative, check_value, register
-from relinear.contract.messages import did_you_mean, quoted
-from relinear.contract.setting_text import parse_setting
 from relinear.hf.labels import IGNORED_LABEL
+from relinear.settings.messages import did_you_mean, quoted
+from relinear.settings.setting_text import parse_setting
 
 SYMBOLS = "0123456789*=+-|#"
 #: number of samples for training, and for evaluation if ``max_validation_tokens`` does not limit it

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from relinear.contract.messages import quoted
 from relinear.data.chat import TerminatedText, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
 from relinear.hf.model_source import exists
+from relinear.settings.messages import quoted
 from relinear.system.text import shorten
 
 END, PAD = "<|endoftext|>", "<|pad|>"

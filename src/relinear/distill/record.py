@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import current_context
-from relinear.contract.messages import quoted
 from relinear.contract.module_state import observe_forwards
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.hf.labels import without_padding
+from relinear.settings.messages import quoted
 
 
 def iter_documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:

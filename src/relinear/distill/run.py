@@ -16,7 +16,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.deprecated import overwriting
@@ -39,6 +38,7 @@ from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.peft_models import stock_name
 from relinear.hf.vocabulary import check_tokenizer_fits
+from relinear.settings.messages import warn_user
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from relinear.contract.settings import Seed, Settings
+from relinear.settings.base import Seed, Settings
 
 
 def check_whole_blocks(settings: Any, *names: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, StrictFloat
 from torch import Tensor
 
-from relinear.activations.hook_points import Intervention, hook_points
+from relinear.activations.hooks import Intervention, hook_points
 from relinear.activations.interventions import Add, Clamp, Patch
 from relinear.explore.explored_model import SHOWN, ExploredModel
 from relinear.explore.units import values_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.activations.hook_points import HookPoint, Intervention
+from relinear.activations.hooks import HookPoint, Intervention
 from relinear.activations.interventions import intervene
 from relinear.analysis.analyses import HeldOutText, held_out_tokens
 from relinear.contract.module_state import eval_mode

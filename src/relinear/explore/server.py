@@ -16,10 +16,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
-from relinear.contract.messages import quoted, validation_message
 from relinear.explore.changes import effect, prefix_view, try_change
 from relinear.explore.explored_model import ExploredModel
 from relinear.explore.page import content_policy, live_page
+from relinear.settings.messages import quoted, validation_message
 
 #: the most bytes of a request
 MAX_BODY_BYTES = 1 << 20

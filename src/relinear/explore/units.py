@@ -1,6 +1,6 @@
 """Index the units of a model over a corpus: the texts in which each is highest and lowest, in bounded memory.
 
-A unit is one dimension of a hook point (``relinear.activations.hook_points``): a gate, a dimension of a latent, a
+A unit is one dimension of a hook point (``relinear.activations.hooks``): a gate, a dimension of a latent, a
 channel of a layer's output. The index of all units is one safetensors file of numbers and one JSON file, which load
 quickly.
 """
@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, hook_points, observe_hook_points
-from relinear.contract.messages import did_you_mean
+from relinear.activations.hooks import OUTPUT, Activation, HookPoint, hook_points, observe_hook_points
 from relinear.contract.module_state import eval_mode
 from relinear.hf.model_layout import layer_finder
+from relinear.settings.messages import did_you_mean
 from relinear.system.files import atomic_directory, read_json, write_json
 from relinear.system.private_cache import check_all_private
 from relinear.system.progress import Progress, ProgressCallback, no_progress

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.messages import quoted
 from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
 from relinear.hf.attachments import attachments
 from relinear.hf.peft_models import stock_name, unwrapped
 from relinear.hf.training_loss import install_auxiliary_hooks
+from relinear.settings.messages import quoted
 
 METHOD = "relinear"  # name of the transformers quantizer that rebuilds a model
 LOADER = "configuration_relinear"  # module saved in a checkpoint, by which programs load it without importing relinear

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relinear.contract.messages import quoted
 from relinear.hf.model_config import is_encoder_decoder
+from relinear.settings.messages import quoted
 
 #: label of positions that the loss ignores
 IGNORED_LABEL = -100

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from relinear.contract.messages import quoted
 from relinear.contract.module_tree import outermost
 from relinear.hf.model_config import is_encoder_decoder, text_config
 from relinear.hf.peft_models import unwrapped
+from relinear.settings.messages import quoted
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from relinear.contract.messages import did_you_mean, quoted
+from relinear.settings.messages import did_you_mean, quoted
 
 #: names of causal language models from before the Hub required an owner
 _WITHOUT_OWNER = frozenset({"distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt"})

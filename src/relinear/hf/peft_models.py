@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.messages import warn_user
+from relinear.settings.messages import warn_user
 
 #: PEFT's name for the layer inside an adapter
 BASE_LAYER = "base_layer"

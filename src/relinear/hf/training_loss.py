@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import auxiliary_losses_of
-from relinear.contract.messages import warn_user
 from relinear.contract.objective import Objective
 from relinear.contract.operator import named_operators
 from relinear.hf.labels import loss_mask, share_of_batch
+from relinear.settings.messages import warn_user
 
 _NO_LOSS = (
     "the operators' auxiliary losses were not added to any loss, because the model got no labels. Pass labels; or, if "

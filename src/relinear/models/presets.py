@@ -10,12 +10,12 @@ import torch
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import is_replaceable
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias
+from relinear.settings.messages import did_you_mean, quoted
 from relinear.system.text import shorten
 
 

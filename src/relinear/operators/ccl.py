@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import HasHookPoints
+from relinear.activations.hooks import HasHookPoints
 from relinear.activations.shared_context import current_context
 from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, check_divides, register
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig

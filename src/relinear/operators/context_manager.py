@@ -17,12 +17,12 @@ from relinear.activations.shared_context import ContextOwner, conditioned_operat
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.contract.input_checks import check_features
-from relinear.contract.messages import quoted
 from relinear.deprecated import renamed_in_module
 from relinear.functional.upcast import upcast
 from relinear.hf.model_layout import is_checkpointing
 from relinear.hf.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
+from relinear.settings.messages import quoted
 
 GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the variance through a hidden layer
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import ACTIVATION_HOOKS
+from relinear.activations.hooks import ACTIVATION_HOOKS
 from relinear.contract.inference import CachingModule
 from relinear.contract.module_state import hook_dictionaries
 from relinear.kernels.native import build, rows_unsupported

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import Activation, LatentOperator
+from relinear.activations.hooks import Activation, LatentOperator
 from relinear.contract.config import Count, NonNegative, check_divides, register
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine_parameters

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import HasHookPoints
+from relinear.activations.hooks import HasHookPoints
 from relinear.contract.config import register
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.output_gate import gated, gates

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import HasHookPoints
+from relinear.activations.hooks import HasHookPoints
 from relinear.contract.config import Config, Count, check_choice, register
 from relinear.contract.inference import CachingModule
 from relinear.contract.linear_layers import is_plain_linear

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import HasHookPoints
+from relinear.activations.hooks import HasHookPoints
 from relinear.activations.residual_hooks import ResidualHooks
 from relinear.contract.attachment import AttachmentConfig, add_part, factory_kwargs_like
 from relinear.contract.config import register

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from relinear.contract.config import register
 from relinear.contract.linear_layers import is_conv1d
-from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.model_layout import find_decoder
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 from relinear.residual.config import ResidualConfig, without_norm
+from relinear.settings.messages import warn_user
 
 _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")
 

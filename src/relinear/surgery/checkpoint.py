@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import quoted
 from relinear.hf.config_record import (
     FORMAT_VERSION,
     LOADER,
@@ -26,6 +25,7 @@ from relinear.hf.config_record import (
 )
 from relinear.hf.model_config import loaded_from
 from relinear.hf.model_source import locate_checkpoint
+from relinear.settings.messages import quoted
 from relinear.surgery.card import CARD, is_generated_card, write_card
 from relinear.surgery.packed import check_packable, packed_state
 from relinear.surgery.rebuild import check_record, has_another_head, packed_record

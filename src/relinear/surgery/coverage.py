@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.linear_layers import embeds, linear_features
-from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.deprecated import with_attributes_of_0_2
+from relinear.settings.messages import warn_user
 from relinear.surgery.select import (
     OUTPUT_HEAD,
     PART_PREFIX,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import did_you_mean, quoted
+from relinear.settings.messages import did_you_mean, quoted
 from relinear.surgery.patterns import listed, matches
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from relinear.contract.messages import quoted
+from relinear.settings.messages import quoted
 
 ALL_LINEAR = "all-linear"
 _NAME = re.compile(r"[\w.\-]+")

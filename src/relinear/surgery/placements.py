@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from relinear.contract.messages import did_you_mean
 from relinear.contract.operator import OperatorConfig
+from relinear.settings.messages import did_you_mean
 
 # Llama's names first, then GPT-2's, whose fused c_attn holds q, k and v.
 _ATTENTION = r".*\.(self_attn\.[qkvo]_proj|attn\.c_attn|attn\.c_proj)"

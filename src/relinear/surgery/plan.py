@@ -15,15 +15,15 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_value
 from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.messages import quoted, warn_user
 from relinear.contract.operator import Init, Operator, OperatorConfig
-from relinear.contract.setting_text import keeps_layer
 from relinear.contract.wrapper import WrapperConfig
 from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import check_not_quantized, finish_surgery_
 from relinear.hf.model_config import loaded_from
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
+from relinear.settings.messages import quoted, warn_user
+from relinear.settings.setting_text import keeps_layer
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import (

@@ -17,12 +17,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownKindError
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
 from relinear.hf.attachments import apply_attachment_, attachments
 from relinear.hf.config_record import FORMAT_VERSION, METHOD, finish_surgery_
 from relinear.hf.model_layout import find_module
 from relinear.hf.vocabulary import token_tables
+from relinear.settings.messages import did_you_mean, quoted
 from relinear.surgery.packed import GROUP, SUFFIX, Unpack
 from relinear.surgery.saved_config import remove_file_only_fields_
 from relinear.surgery.select import PART_PREFIX

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from relinear.contract.messages import quoted
 from relinear.hf.config_record import LOADER, METHOD, record_in_config, without_loader
+from relinear.settings.messages import quoted
 from relinear.system.files import write_text
 
 _LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.

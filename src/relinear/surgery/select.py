@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import existing_layer_indices, layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
+from relinear.settings.messages import did_you_mean, quoted
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_name, listed, matches
 
 #: parameter -> the modules that hold it, with the parameter's name there

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relinear.activations.latent_recording import Activation, LatentDistribution, observe
-from relinear.contract.messages import quoted
+from relinear.settings.messages import quoted
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.settings import FitSettings

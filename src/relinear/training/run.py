@@ -13,7 +13,6 @@ import torch
 from transformers import TrainerCallback
 
 from relinear.activations.shared_context import check_context_is_there
-from relinear.contract.messages import did_you_mean
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of
@@ -21,6 +20,7 @@ from relinear.deprecated import overwriting
 from relinear.evaluate.losses import perplexity_of
 from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, is_preset, locate_model, preset_names
+from relinear.settings.messages import did_you_mean
 from relinear.surgery import checkpoint
 from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, replace_

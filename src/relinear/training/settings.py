@@ -10,8 +10,8 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import Config
 from relinear.contract.objective import ObjectiveConfig
 from relinear.contract.operator import Init, OperatorConfig
-from relinear.contract.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads
 from relinear.data import DataSettings
+from relinear.settings.base import Batch, Patterns, PositiveInt, Seed, Settings, Threads
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]

@@ -21,12 +21,12 @@ from transformers.trainer_callback import PrinterCallback
 
 from relinear.contract.auxiliary_losses import auxiliary_losses_of, operator_metrics
 from relinear.contract.inference import caching_for_inference
-from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
 from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.labels import IGNORED_LABEL, share_of_batch
 from relinear.hf.training_loss import ModelWithObjective
+from relinear.settings.messages import warn_user
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside

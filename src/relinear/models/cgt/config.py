@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from transformers import AutoConfig, GPT2Config
 
 from relinear.contract.config import Count, IntRange, UnknownSettingError, check_choice, check_value
-from relinear.contract.messages import did_you_mean, quoted
 from relinear.hf.config_record import without_loader
+from relinear.settings.messages import did_you_mean, quoted
 
 #: further keywords that any transformers configuration accepts, or that earlier versions wrote
 _OF_TRANSFORMERS = frozenset(

@@ -18,13 +18,13 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from relinear.activations.hook_points import HasHookPoints
+from relinear.activations.hooks import HasHookPoints
 from relinear.contract.config import UnknownSettingError
-from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.module_state import eval_mode
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
+from relinear.settings.messages import did_you_mean, quoted
 
 #: arguments that transformers or its tokenizers pass to any model, and that a CGT ignores
 _PASSED_ON = frozenset(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
 from relinear.hf.stock_layer import to_stock_layer
@@ -19,6 +18,7 @@ from relinear.models.cgt.config import CGTRegressionConfig
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression
 from relinear.models.heads import ReadoutScale
+from relinear.settings.messages import quoted
 
 
 @torch.no_grad()

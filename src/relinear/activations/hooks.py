@@ -212,7 +212,18 @@ class _OutputPoint(HookPoint):
 
 
 def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoint]:
-    """Return the hook points of ``model`` by name, in order: latents, gates and, with ``outputs``, layers' outputs."""
+    """Return the hook points of ``model`` by name, in the order of its modules.
+
+    Args:
+        model: any model, compiled or not.
+        outputs: whether to list the outputs of linear layers too, after latents and gates of the same module.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)}, layers=[0])
+        >>> relinear.activations.hook_points(model)
+        {'model.layers.0.self_attn.q_proj': HookPoint(..., name='', size=4, kind='latent')}
+    """
     points: dict[str, HookPoint] = {}
     for full_name, module in model.named_modules():
         name = full_name.replace("_orig_mod.", "").removesuffix("_orig_mod")
@@ -248,5 +259,17 @@ def with_hooks(
 def observe_hook_points(
     points: Mapping[str, HookPoint], observer: Callable[[str, Activation], None]
 ) -> AbstractContextManager[None]:
-    """Call ``observer(name, value)`` for every value at hook points, by their names, within the block."""
+    """Call ``observer(name, activation)`` for every value that a forward within the block computes at ``points``.
+
+    Args:
+        points: hook points by name, such as some of ``hook_points(model)``.
+        observer: called with a point's name and its ``Activation``, after all interventions.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> points = relinear.activations.hook_points(model, outputs=True)
+        >>> with relinear.activations.observe_hook_points(points, lambda name, activation: print(name)):
+        ...     _ = model(ids)
+        model.layers.0.self_attn.q_proj.output...
+    """
     return with_hooks(points, observers={name: [functools.partial(observer, name)] for name in points})

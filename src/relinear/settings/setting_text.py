@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from relinear.contract.messages import quoted
+from relinear.settings.messages import quoted
 
 
 def parse_setting(text: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from relinear.contract.messages import did_you_mean, quoted, validation_message
 from relinear.deprecated import with_attributes_of_0_2, with_new_keys, without_removed
+from relinear.settings.messages import did_you_mean, quoted, validation_message
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -7,7 +7,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from relinear.contract.messages import quoted
+from relinear.settings.messages import quoted
 from relinear.system.files import read_text
 from relinear.system.text import shorten
 
