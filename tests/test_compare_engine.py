@@ -23,7 +23,7 @@ from relinear.compare.match import measure_size, plan_comparison, resize_entry
 from relinear.compare.recipe import change_recipe
 from relinear.compare.report import write_report
 from relinear.compare.requirements import compare_requirements
-from relinear.compare.results import gap_notes
+from relinear.compare.results import gap_notes, match_result
 from relinear.compare.run import compare
 from relinear.compare.scaling import crossing, fit_power_law
 from relinear.compare.series import recipes_of_series
@@ -110,12 +110,14 @@ def test_a_match_out_of_reach_is_refused_before_any_text_is_read(text, tmp_path,
 
 
 def test_all_entries_are_matched_to_the_first_with_operators(text):
-    planned = plan_comparison(CompareSettings.load(small(text)), VOCABULARY)
+    recipe = CompareSettings.load(small(text))
+    planned = plan_comparison(recipe, VOCABULARY)
     dense, low_rank, hdpl = planned
     assert dense.size_mismatch is None
     assert low_rank.size_mismatch == 0
     assert abs(hdpl.size_mismatch) <= 0.02
     assert abs(hdpl.size.parameters / low_rank.size.parameters - 1) <= 0.02
+    assert match_result(recipe, planned)["text"].endswith("the size of low_rank, within 2.0%. Not matched: dense.")
 
 
 def test_entries_may_differ_in_any_setting():

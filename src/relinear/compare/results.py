@@ -116,7 +116,7 @@ def comparison_result(
         "name": recipe.name,
         "description": recipe.description,
         "budget": _budget_text(recipe, data, sized_entries),
-        "match": _match_result(recipe, sized_entries),
+        "match": match_result(recipe, sized_entries),
         "notes": [
             *_notes(recipe, entries),
             *gap_notes(recipe, entries),
@@ -150,7 +150,8 @@ def _budget_text(recipe: CompareSettings, data: PackedData, sized_entries: list[
     return text + (f" Other steps: {', '.join(other)}." if other else "")
 
 
-def _match_result(recipe: CompareSettings, sized_entries: list[SizedEntry]) -> schema.MatchResult:
+def match_result(recipe: CompareSettings, sized_entries: list[SizedEntry]) -> schema.MatchResult:
+    """Return what sizes are matched to, and the sentence about it on the report."""
     match = recipe.match
     if match.by == "width":
         return {"by": match.by, "target": None, "text": "Entries keep the sizes that they are written with."}
@@ -169,6 +170,9 @@ def _match_result(recipe: CompareSettings, sized_entries: list[SizedEntry]) -> s
         target, source = reference.size.of(match.by), f", the size of {reference.name}"
     unit = "parameters" if match.by == "parameters" else "FLOPs per token"
     text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}."
+    unmatched = [entry.name for entry in sized_entries if entry.size_mismatch is None]
+    if unmatched:
+        text += f" Not matched: {', '.join(unmatched)}."
     return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
 
 
