@@ -293,7 +293,7 @@ def test_a_bound_needs_a_posterior() -> None:
 
 def test_settings_written_before_there_was_a_choice_mean_what_they_meant() -> None:
     before = {"kind": "hdpl", "rank": 4, "blocks": 2, "beta": 0.001, "bound": "clamp", "free_nats": None}
-    read = relinear.HDPL.from_dict(before)
+    read = relinear.HDPL.from_dict(before, is_record=True)
     assert read == relinear.HDPL(rank=4, blocks=2, noise=True, init="blocks")
 
 

@@ -16,7 +16,7 @@ from relinear.contract.operator import NotLinearError
 from relinear.functional import transponder as reference
 from relinear.kernels import native
 from relinear.settings.yaml_settings import apply_overrides
-from relinear.training import FitSettings, fit
+from relinear.training import FitSettings, TrainSettings, fit
 from relinear.training.optim import build_optimizer
 
 I, O, R = 12, 10, 8
@@ -492,11 +492,14 @@ def test_the_stream_is_seen_whichever_comes_first(method):
 def test_settings_of_before_mean_what_they_meant():
     written = relinear.PathTransponder(init="kaiming", reads="normed").to_dict()
     old = {key: value for key, value in written.items() if key not in ("reads", "phi", "shared", "biases")}
-    assert relinear.PathTransponder.from_dict(old) == relinear.PathTransponder(init="kaiming", reads="normed")
-    assert relinear.PathTransponder.from_dict({"kind": "path_transponder", "rank": 4}).reads == "stream"
-    assert relinear.PathTransponder.from_dict(written | {"reads": "stream"}).reads == "stream"
-    layer = relinear.Transponder().to_dict()
-    assert relinear.Transponder.from_dict({k: v for k, v in layer.items() if k != "phi"}) == relinear.Transponder()
+    read = relinear.PathTransponder.from_dict
+    assert read(old, is_record=True) == relinear.PathTransponder(init="kaiming", reads="normed")
+    assert read(written | {"reads": "stream"}, is_record=True).reads == "stream"
+    assert read(old) == relinear.PathTransponder(init="kaiming"), "what a user writes has today's defaults"
+    for is_record in (False, True):
+        settings = TrainSettings.load({"attachments": [old]}, is_record=is_record)
+        assert settings.attachment_configs == (read(old, is_record=is_record),)
+    assert TrainSettings.upgraded({"attachments": [old]})["attachments"][0]["reads"] == "normed"
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class CompressPlan:
                 raise ValueError(f"{path}: the model has no linear layer {quoted(name)}; the plan is for another model")
             try:
                 setting = layer.get("operator")
-                operator = None if setting is None else OperatorConfig.read(setting)
+                operator = None if setting is None else OperatorConfig.read(setting, is_record=True)
                 if operator is not None:
                     check_fittable(operator, module)
                 layer_plan = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)

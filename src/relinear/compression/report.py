@@ -184,4 +184,4 @@ def report_section(report: Mapping[str, Any]) -> Section:
 
 
 def _operator(values: Mapping[str, Any] | None) -> str:
-    return "dense" if values is None else str(OperatorConfig.from_dict(values))
+    return "dense" if values is None else str(OperatorConfig.from_dict(values, is_record=True))

@@ -98,7 +98,7 @@ class Config:
     Attributes:
         family: "operator", "attachment", "objective" or "task"; set by the base class of the family.
         kind: name in the family.
-        legacy_defaults: settings that the first version lacked -> their values in configs that do not have them.
+        legacy_defaults: setting -> its value in records of versions that did not have it, if not today's default.
     """
 
     family: ClassVar[str]
@@ -121,36 +121,38 @@ class Config:
             check_value(name, getattr(self, name), hint)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
+        """Return the config as JSON values for ``from_dict``, with every field, so that defaults may change."""
         return {"kind": self.kind} | {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the config that ``to_dict`` wrote, of this version or an earlier one.
+    def from_dict(cls, values: Mapping[str, Any], *, is_record: bool = False) -> Self:
+        """Return the config that a mapping with a ``kind`` describes; missing settings take their defaults.
 
-        ``to_dict`` writes every setting. So a mapping that has all settings of the first version is taken for what
-        ``to_dict`` wrote, and settings that it lacks take their value in ``legacy_defaults``, not today's default.
+        Args:
+            values: ``kind`` and settings.
+            is_record: ``to_dict`` of this version or an earlier one wrote ``values``, into a checkpoint or a record of
+                a run: settings that the earlier version did not have take their value in ``legacy_defaults``.
 
         Raises:
             ValueError: on an unknown kind, an unknown key or a bad value.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"expected {cls.family} settings, as text or with a 'kind', got {quoted(values)}")
-        config = _config_from(cls.family, values)
+        config = _config_from(cls.family, values, is_record)
         if not isinstance(config, cls):
             raise ValueError(f"{config.kind!r} is not a {cls.__name__}")
         return config
 
     @classmethod
-    def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
-        """Return the config that ``setting`` describes: text of the command line, or a mapping with a ``kind``.
+    def read(cls, config: Self | str | Mapping[str, Any], *, is_record: bool = False) -> Self:
+        """Return a config from text of the command line or from a mapping, as ``from_dict``; a config is returned.
 
         Raises:
             ValueError: as ``parse_setting`` and ``from_dict``.
         """
-        if isinstance(setting, str):
-            return cls.from_dict(parse_setting(setting))
-        return setting if isinstance(setting, cls) else cls.from_dict(setting)  # type: ignore[arg-type]
+        if isinstance(config, str):
+            return cls.from_dict(parse_setting(config))
+        return config if isinstance(config, cls) else cls.from_dict(config, is_record=is_record)  # type: ignore
 
     @classmethod
     def kinds(cls) -> dict[str, type[Config]]:
@@ -184,8 +186,8 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a config field may not hold {type(value).__name__}: {value!r}")
 
 
-def _config_from(family: str, values: Mapping[str, Any]) -> Config:
-    """Return the config of any kind of ``family`` that ``to_dict`` wrote; see ``Config.from_dict``."""
+def _config_from(family: str, values: Mapping[str, Any], is_record: bool) -> Config:
+    """Return the config of any kind of ``family``; see ``Config.from_dict``."""
     values = dict(values)
     kind = values.pop("kind", None)
     if isinstance(kind, str) and kind not in _REGISTRY.get(family, {}):
@@ -199,9 +201,8 @@ def _config_from(family: str, values: Mapping[str, Any]) -> Config:
     fields, hints = dataclasses.fields(target), _hints(target)  # type: ignore[arg-type]
     texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(hints.get(f.name))}
     values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
-    decoded = {key: _decode(value) for key, value in values.items()}
-    first_version = {f.name for f in fields} - target.legacy_defaults.keys()
-    settings = (dict(target.legacy_defaults) if first_version <= decoded.keys() else {}) | decoded
+    settings = dict(target.legacy_defaults) if is_record else {}
+    settings |= {key: _decode(value, is_record) for key, value in values.items()}
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in settings]
     if missing:
@@ -209,15 +210,15 @@ def _config_from(family: str, values: Mapping[str, Any]) -> Config:
     return target(**settings)
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, is_record: bool) -> Any:
     if isinstance(value, Mapping):
         value = dict(value)
         family = value.pop("family", "operator")
         if not isinstance(family, str) or family not in _REGISTRY:
             raise ValueError(f"unknown config family {quoted(family)}; {did_you_mean(str(family), _REGISTRY)}")
-        return _config_from(family, value)
+        return _config_from(family, value, is_record)
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
+        return tuple(_decode(item, is_record) for item in value)
     return value
 
 

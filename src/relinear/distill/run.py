@@ -188,7 +188,7 @@ def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[Any] | N
     # the first version did not save them
     stored = state.get("operators", [[name, config.to_dict()] for name, config in configs])
     try:
-        known = [(name, OperatorConfig.from_dict(values)) for name, values in stored]
+        known = [(name, OperatorConfig.from_dict(values, is_record=True)) for name, values in stored]
     except (ValueError, TypeError):
         return None
     return stored if known == configs else None

@@ -47,7 +47,7 @@ class PathTransponder(ModulatorConfig, AttachmentConfig):
     """
 
     kind: ClassVar[str] = "path_transponder"
-    legacy_defaults: ClassVar[Mapping[str, Any]] = {**ModulatorConfig.legacy_defaults, "reads": "normed"}
+    legacy_defaults: ClassVar[Mapping[str, Any]] = {"reads": "normed"}
 
     attention: bool = True
     mlp: bool = True

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
@@ -339,16 +339,6 @@ class Rotor(OperatorConfig):
 
     kind: ClassVar[str] = "rotor"
     module_class = RotorLinear
-    legacy_defaults: ClassVar[Mapping[str, Any]] = {
-        "inner": "both",
-        "windows": "wrapped",
-        "activate_entry": False,
-        "slopes": "branch",
-        "gains": "variance",
-        "residual": False,
-        "permute_terms": False,
-        "power_iterations": None,
-    }
 
     width: Count = 3
     depth: Annotated[int, IntRange(0, MAX_LAYERS)] = 2

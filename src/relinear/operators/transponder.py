@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -269,8 +269,6 @@ class ModulatorConfig(Config):
 
     The last three apply to gates that read the input, and ``shared`` only if there are both gates.
     """
-
-    legacy_defaults: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
 
     rank: Count = 8
     channel: bool = True

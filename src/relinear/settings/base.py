@@ -64,8 +64,13 @@ class Settings(BaseModel):
         return values
 
     @classmethod
-    def load(cls, values: Mapping[str, Any] | Self, name: str = "settings") -> Self:
+    def load(cls, values: Mapping[str, Any] | Self, name: str = "settings", *, is_record: bool = False) -> Self:
         """Return checked settings from a mapping such as a parsed YAML file.
+
+        Args:
+            values: the mapping, or settings, which are returned.
+            name: what the settings are, for messages.
+            is_record: the settings were saved by this version or an earlier one, see ``Config.from_dict``.
 
         Raises:
             ValueError: with one line for each error; the message begins with ``name``, such as a file's name.
@@ -75,7 +80,7 @@ class Settings(BaseModel):
         if not isinstance(values, Mapping):
             raise ValueError(f"{name}: expected a mapping of settings, got {quoted(values)}")
         try:
-            return cls.model_validate(dict(values))
+            return cls.model_validate(dict(values), context={"is_record": is_record})
         except ValidationError as error:
             raise ValueError(f"{name}: {validation_message(error)}") from None
 
@@ -87,7 +92,7 @@ class Settings(BaseModel):
         compared. Settings that this version cannot read are returned unchanged, so they equal no others.
         """
         try:
-            return cls.load(without_removed(cls, saved)).model_dump(mode="json")
+            return cls.load(without_removed(cls, saved), is_record=True).model_dump(mode="json")
         except ValueError:
             return saved
 

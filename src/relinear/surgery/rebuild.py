@@ -45,9 +45,9 @@ def check_record(values: Mapping[str, Any]) -> None:
         raise ValueError(f"relinear checkpoint: packed must be like {packed_record(4)}, got {quoted(packed)}")
     try:
         for setting in operators.values():
-            OperatorConfig.from_dict(setting)
+            OperatorConfig.from_dict(setting, is_record=True)
         for setting in attached:
-            AttachmentConfig.from_dict(setting)
+            AttachmentConfig.from_dict(setting, is_record=True)
     except UnknownKindError as error:
         raise ValueError(f"relinear checkpoint: {error}{_package_advice(values.get('packages'))}") from None
 
@@ -184,7 +184,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     """
     present = [*attachments(model)]
     for values in settings.attachments:
-        setting = AttachmentConfig.from_dict(values)
+        setting = AttachmentConfig.from_dict(values, is_record=True)
         wanted = setting.for_model(model) if has_another_head(model) else setting
         if wanted in present:
             present.remove(wanted)
@@ -193,7 +193,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     modules = list(model.named_modules(remove_duplicate=False))
     for name, values in settings.operators.items():
         source = _layer_of(model, name)
-        config = OperatorConfig.from_dict(values)
+        config = OperatorConfig.from_dict(values, is_record=True)
         if source is not None and getattr(source, "config", None) != config:
             aliases = [alias for alias, module in modules if module is source]
             replace_layer_keeping_ties_(model, aliases, source, config.convert(source))

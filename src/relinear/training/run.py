@@ -302,7 +302,7 @@ def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, tor
     if digest is None:
         return None
     try:
-        values = build_model(TrainSettings.load(record["settings"]), vocab_size).state_dict()
+        values = build_model(TrainSettings.load(record["settings"], is_record=True), vocab_size).state_dict()
     except (ValueError, OSError):  # a pretrained model that was moved or removed
         return None
     return values if tensor_digest(values) == digest else None

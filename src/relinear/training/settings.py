@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import Config
@@ -131,7 +131,11 @@ class FitSettings(Settings):
 
 def _parsed_as(family: type[Config]) -> BeforeValidator:
     """Return a validator that parses a config of ``family`` from text or a mapping and adds defaults; None stays."""
-    return BeforeValidator(lambda value: None if value is None else family.read(value).to_dict())
+
+    def parse(value: Any, info: ValidationInfo) -> dict[str, Any] | None:
+        return None if value is None else family.read(value, **info.context or {}).to_dict()
+
+    return BeforeValidator(parse)
 
 
 class TrainSettings(FitSettings):
