@@ -42,8 +42,8 @@ def _triton(*arguments: Any) -> Tensor:
 
 @dispatch(Implementation("Triton", _triton_unsupported, _triton))
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """Compute ``functional.rotor.sandwich_windows``; sums of several sandwiches recompute intermediate results."""
-    if left.shape[:3].numel() == 1:
+    """Compute ``functional.rotor.sandwich_windows``; where intermediate results are large, recompute them."""
+    if left.shape[:3].numel() < sum(left.shape[1:3]):  # a window for each sandwich; fewer than those of x and y
         return reference.sandwich_windows(x, left, right, basis)
     return recomputed(reference.sandwich_windows, x, left, right, basis)
 
