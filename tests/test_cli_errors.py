@@ -173,9 +173,15 @@ CASES = {
         ["did you mean 'tiny'"],
     ),
     "unknown model to distil": (
-        ["distill", "tinyy", "-r", "q_proj=rotor", "--data", "{text}", "--out", "{out}"],
-        ["did you mean 'tiny'"],
+        ["distill", "tiny", "-r", "q_proj=rotor", "--data", "{text}", "--out", "{out}"],
+        ["'tiny'", "directory here"],
     ),
+    "compression of a preset": (
+        ["compress", "tiny", "--data", "{text}", "--out", "{out}"],
+        ["'tiny'", "directory here"],
+    ),
+    "layers without operators": (["inspect", "tiny", "--layers", "1"], ["--layers is for --replace"]),
+    "tokens that are no number": (["compare", "-o", "dense", "--tokens", "1X", "--out", "{out}"], ["20.5M"]),
     "unknown model to time": (
         ["bench", "--model", "tinyy", "-o", "low_rank", "--out", "{out}"],
         ["did you mean 'tiny'"],

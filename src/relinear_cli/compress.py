@@ -67,10 +67,13 @@ def command(
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "command line")
     corpora, evaluation_corpora = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
     options.prepare_process(
-        threads, models=[model], texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())]
+        threads,
+        models=[model],
+        texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())],
+        presets=False,
     )
     model_tokenizer = options.load_model_tokenizer(model, tokenizer)
-    loaded = options.load_model(model)
+    loaded = options.load_model(model, presets=False)
     with separate_experts(loaded):
         compression = Compression(
             loaded,

@@ -44,9 +44,9 @@ def command(
     mapping = options.operator_mapping(replace)
     arguments: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = DataSettings(data=data, text_column=text_column)
-    options.prepare_process(threads, models=[model], texts=[text])
+    options.prepare_process(threads, models=[model], texts=[text], presets=False)
     arguments |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
-    loaded = options.load_model(model)
+    loaded = options.load_model(model, presets=False)
     with watch(resumable=True) as on_progress:
         texts = iter_texts(text, split, conversations=True)
         report = distill_(loaded, mapping, texts, **arguments, on_progress=on_progress)

@@ -30,6 +30,8 @@ def command(
     from relinear.settings.yaml_settings import parse_overrides
 
     mapping = options.operator_mapping(replace or [])
+    if not mapping:
+        options.refuse({"layers": layers}, "is for --replace; name the operators, too")
     loaded = options.load_model(model, parse_overrides(overrides or []), meta=not causality)
     if mapping:
         table = relinear.replace_(loaded, mapping, layers=options.parse_layers(layers))

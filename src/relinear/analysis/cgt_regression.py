@@ -33,12 +33,12 @@ def ridge_errors(samples: Samples, count: int = 256) -> np.ndarray:
     task: RegressionTask = samples.task
     errors = np.zeros(task.pairs)
     count = min(count, len(samples))
-    for drawn in map(samples.draw, range(count)):
-        x = np.concatenate([drawn["x"], np.ones((task.pairs, 1))], 1)
+    for pairs in map(samples.draw, range(count)):
+        x = np.concatenate([pairs["x"], np.ones((task.pairs, 1))], 1)
         for n in range(task.pairs):
             gram = x[:n].T @ x[:n] + task.noise**2 * np.eye(x.shape[1])
-            weights = np.linalg.solve(gram, x[:n].T @ drawn["y"][:n])
-            errors[n] += np.square(x[n] @ weights - drawn["clean"][n]).mean() / count
+            weights = np.linalg.solve(gram, x[:n].T @ pairs["y"][:n])
+            errors[n] += np.square(x[n] @ weights - pairs["clean"][n]).mean() / count
     return errors
 
 

@@ -102,7 +102,7 @@ class EntrySearch:
         try:
             tuned = yield from self._tuned()
             while True:
-                choice = self._at_sound_rate(tuned)
+                choice = self._at_rate_without_divergence(tuned)
                 losses = yield [self._final_run(choice, seed) for seed in self.recipe.seeds]
                 if all(map(math.isfinite, losses)):
                     return choice
@@ -194,12 +194,14 @@ class EntrySearch:
         path = self._tuning_folder / DIVERGED_FILE
         return read_json(path) if path.is_file() else []
 
-    def _at_sound_rate(self, choice: Choice) -> Choice:
+    def _at_rate_without_divergence(self, choice: Choice) -> Choice:
         """Return ``choice``, or the next lower rate that was tried and at which no final run has diverged."""
         diverged = sorted(self._diverged_rates(), reverse=True)
         if choice.tuning is None or choice.learning_rate not in diverged:
             return choice
-        tried = set[float]().union(*(trials.sound_rates(choice.initializer_range) for trials in choice.trials))
+        tried = set[float]().union(
+            *(trials.rates_without_divergence(choice.initializer_range) for trials in choice.trials)
+        )
         lower = [rate for rate in tried if rate < diverged[-1]]
         if not lower:
             at = ", ".join(f"{rate:g}" for rate in diverged)

@@ -109,9 +109,9 @@ def _resized_text(entries: Sequence[tuple[CompareSettings, SizedEntry]]) -> str:
     """Return the operators that matching has resized, with their settings."""
     resized: list[tuple[str, str]] = []
     for recipe, entry in entries:
-        written = recipe.settings_of(entry.name).operator_configs
+        unmatched = recipe.settings_of(entry.name).operator_configs
         configs = entry.settings.operator_configs.items()
-        resized += [(entry.name, str(config)) for pattern, config in configs if config != written[pattern]]
+        resized += [(entry.name, str(config)) for pattern, config in configs if config != unmatched[pattern]]
     texts = {name: ", ".join(dict.fromkeys(configs)) for name, configs in grouped(resized).items()}
     return "".join(f"; matched by {name}: {text}" for name, text in texts.items())
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 from relinear.compare.recipe import SHORT_FORMS, true_as
 from relinear.data.tasks import task_of
 from relinear.settings.base import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
-from relinear.settings.messages import did_you_mean
+from relinear.settings.messages import did_you_mean, quoted
 from relinear.settings.setting_text import keeps_layer, parse_setting
 from relinear.settings.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.system.confidence import seeds_needed
@@ -26,8 +26,12 @@ _ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 def _read_tokens(value: Any) -> Any:
     """Return a number of tokens, also written as 300k, 20.5M or 1G."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
-    return value if match is None else round(float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match[2]])
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG]?)", value.strip())
+    if match is None:
+        raise ValueError(f"{quoted(value)} is not a number of tokens; write 300k, 20.5M or 1G")
+    return round(float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[match[2]])
 
 
 def _read_file_sizes(value: Any) -> Any:
@@ -70,10 +74,10 @@ def _read_entry(value: Any) -> Any:
 
 def _refuse_overruled(changes: dict[str, Any]) -> dict[str, Any]:
     """Refuse settings in an entry's ``set`` that belong elsewhere."""
-    places = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
-    for key, place in places.items():
+    instead = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
+    for key, setting in instead.items():
         if key in changes:
-            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {place}")
+            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {setting}")
     return changes
 
 

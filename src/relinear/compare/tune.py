@@ -66,7 +66,7 @@ class Trials:
         """Return a function that gives the losses of learning rates at one initialisation."""
         return lambda rates: self.losses([(rate, initializer_range) for rate in rates])
 
-    def sound_rates(self, initializer_range: float | None) -> set[float]:
+    def rates_without_divergence(self, initializer_range: float | None) -> set[float]:
         """Return the rates that were tried at one initialisation, and at which training did not diverge."""
         return {rate for (rate, std), loss in self._losses.items() if std == initializer_range and math.isfinite(loss)}
 

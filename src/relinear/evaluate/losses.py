@@ -45,8 +45,8 @@ def batch_losses(model: Any, blocks: Tensor, batch: int) -> Iterator[tuple[Tenso
 
 def kl_terms(logits: Tensor, target_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute the terms (..., V) of KL(softmax(target_logits / temperature) || softmax(logits / temperature))."""
-    student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, target_logits))
-    return F.kl_div(student, teacher, log_target=True, reduction="none")
+    ours, target = ((values.float() / temperature).log_softmax(-1) for values in (logits, target_logits))
+    return F.kl_div(ours, target, log_target=True, reduction="none")
 
 
 def perplexity_of(loss: float) -> float:

@@ -101,10 +101,10 @@ def coverage(model: nn.Module, before: Mapping[str, int], skipped: Mapping[str, 
     head_ids = output_head_ids(model)
     embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
 
-    def reason(name: str, module: nn.Module, obstacle: str | None, own: list[nn.Parameter]) -> str:
+    def reason(name: str, module: nn.Module, obstacle: str | None, weights: list[nn.Parameter]) -> str:
         if obstacle is not None:
             return obstacle
-        if any(id(p) in embedded for p in own):
+        if any(id(p) in embedded for p in weights):
             return _TIED
         if id(module) in head_ids:
             return OUTPUT_HEAD
@@ -112,16 +112,16 @@ def coverage(model: nn.Module, before: Mapping[str, int], skipped: Mapping[str, 
 
     layers = parameters = 0
     groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
-    for name, module, obstacle, own in _linear_maps(model):
+    for name, module, obstacle, weights in _linear_maps(model):
         if embeds(module):
             continue
         if isinstance(module, Operator):
             layers += 1
             parameters += before.get(name, dense_size(module))
             continue
-        names, counts = groups.setdefault((reason(name, module, obstacle, own), type(module).__name__), ([], []))
+        names, counts = groups.setdefault((reason(name, module, obstacle, weights), type(module).__name__), ([], []))
         names.append(name)
-        counts.append(sum(p.numel() for p in own if id(p) not in embedded))
+        counts.append(sum(p.numel() for p in weights if id(p) not in embedded))
     entries = (Unreplaced(*group, tuple(names), sum(counts)) for group, (names, counts) in groups.items())
     return Coverage(layers, parameters, tuple(sorted(entries, key=lambda entry: -entry.parameters)))
 
@@ -145,13 +145,13 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None,
         if is_replaceable(module):
             yield name, module, _ADAPTER if adapter else None, list(module.parameters(recurse=not adapter))
             return
-        own = list(module.parameters(recurse=False))
+        weights = list(module.parameters(recurse=False))
         if isinstance(module, nn.Linear):
-            yield name, module, _ADAPTER if adapter else _SUBCLASS, own
+            yield name, module, _ADAPTER if adapter else _SUBCLASS, weights
         elif _holds_matrices(module):
             if not adapter:
-                own = [p for p in own if p.ndim > 1]
-            yield name, module, _ADAPTER if adapter else _FUSED, own
+                weights = [p for p in weights if p.ndim > 1]
+            yield name, module, _ADAPTER if adapter else _FUSED, weights
         for key, child in module.named_children():
             if not key.startswith(PART_PREFIX):
                 yield from walk(child, f"{name}.{key}" if name else key, adapter or is_added_by_peft(module, key))
