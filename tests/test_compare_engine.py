@@ -758,7 +758,7 @@ def test_every_budget_may_be_tuned(text):
         ({"tokens": 5000}, "give the budget once: tokens or budgets"),
         ({"train": {"steps": 9}}, "give the budget once: budgets or train.steps"),
         ({"budgets": [100, 100]}, "come twice"),
-        ({"budgets": ["3X"]}, "whole number"),
+        ({"budgets": ["3X"]}, "is not a number of tokens"),
         ({"entries": {"dense": {"set": {"steps": 9}}}}, "use duration"),
         ({"widths": [8, 16, 24, 32]}, "not both"),
     ],
