@@ -177,7 +177,7 @@ def test_an_index_is_kept_and_made_again_where_anything_changed(explored, tmp_pa
 
 def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
     model = make_tiny_llama().eval()
-    with pytest.raises(ValueError, match=r"no hook point .* 'q_porj'"):
+    with pytest.raises(ValueError, match=r"named 'q_porj'; did you mean 'q_proj\.output'"):
         choose_hook_points(model, ["q_porj"])
     monkeypatch.setattr(units_module, "_MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="too many for one index"):

@@ -1,6 +1,7 @@
 """Reading and changing gates, contexts and outputs of layers, against the same computed by hand."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.hooks import hook_points, observe_hook_points
+from relinear.activations import hook_points, observe
 from tiny_models import make_cgt
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -64,12 +65,17 @@ def model(request):
 def run(model, interventions=None):
     seen = {}
     points = hook_points(model, outputs=True)
-    hooks = [point.hook() for point in points.values()]
-    watched = observe_hook_points(points, lambda name, latent: seen.update({name: latent.z.clone()}))
+    hooks = [hooks_of(point) for point in points.values()]
+    watched = observe(model, lambda name, latent: seen.update({name: latent.z.clone()}), points)
     with activations.intervene(model, interventions or {"lm_head.output": []}), watched:
         logits = model(IDS).logits
-    assert [point.hook() for point in points.values()] == hooks
+    assert [hooks_of(point) for point in points.values()] == hooks
     return logits, seen
+
+
+def hooks_of(point):
+    """Return the hooks that its module has."""
+    return getattr(point.module, "activation_hooks", None), list(point.module._forward_hooks.values())
 
 
 def test_reading_changes_nothing_and_sees_every_token(model) -> None:
@@ -80,7 +86,7 @@ def test_reading_changes_nothing_and_sees_every_token(model) -> None:
     points = hook_points(model, outputs=True)
     shapes = {name: tuple(value.shape) for name, value in seen.items()}
     assert shapes == {name: (*IDS.shape, site.size) for name, site in points.items()}
-    with torch.no_grad(), observe_hook_points(hook_points(model), lambda name, latent: None):
+    with torch.no_grad(), observe(model, lambda name, latent: None, hook_points(model)):
         assert torch.equal(model(IDS).logits, before)
 
 
@@ -144,18 +150,121 @@ def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
 
 
 def test_hooks_are_removed_if_one_of_them_cannot_be_set(monkeypatch) -> None:
-    points = hook_points(with_latents(), outputs=True)
-    *first, last = points.values()
+    model = with_latents()
+    points = hook_points(model, outputs=True)
+    before = [hooks_of(point) for point in points.values()]
 
     def fails(hook):
-        if hook is not None:
-            raise RuntimeError("no hooks here")
+        raise RuntimeError("no hooks here")
 
-    monkeypatch.setattr(last, "set_hook", fails)
-    with pytest.raises(RuntimeError, match="no hooks here"), observe_hook_points(points, print):
+    monkeypatch.setattr(list(points.values())[-1].module, "register_forward_hook", fails)
+    with pytest.raises(RuntimeError, match="no hooks here"), observe(model, print, points):
         pass
-    assert len(first) > 1
-    assert not any(point.hook() for point in first)
+    assert [hooks_of(point) for point in points.values()] == before
+
+
+def test_a_layer_that_is_replaced_within_a_block_has_no_hook_after_it() -> None:
+    model = with_latents().eval()
+    off = {"o_proj.output": activations.Patch(0.0), "q_proj": activations.Patch(0.0)}
+    old = model.model.layers[0].self_attn.q_proj
+    with activations.intervene(model, {"o_proj.output": activations.Add(1.0)}):
+        with activations.intervene(model, off):
+            relinear.replace_(model, {"o_proj": "pivoted_low_rank:rank=8", "q_proj": "low_rank:rank=4"}, init="fresh")
+            seen = outputs_of(model, "o_proj.output")
+            relinear.fold_(model, verbose=False)
+            assert all((value == 0).all() for value in (*seen, *outputs_of(model, "o_proj.output")))
+        with activations.intervene(model, {"o_proj.output": activations.Patch(0.0)}):
+            assert all((value == 0).all() for value in outputs_of(model, "o_proj.output"))
+        assert not any((value == 0).all() for value in outputs_of(model, "o_proj.output"))
+    assert old.activation_hooks is None
+    assert not any(layer.self_attn.o_proj._forward_hooks for layer in model.model.layers)
+
+
+@torch.no_grad()
+def outputs_of(model, name):
+    seen = []
+    with observe(model, lambda name, activation: seen.append(activation.z), name):
+        model(IDS)
+    return seen
+
+
+def test_a_replaced_embedding_has_its_width() -> None:
+    model = make_tiny_llama(tie_word_embeddings=True).eval()
+    relinear.replace_(model, {"embed_tokens": "quantized:bits=8"}, init="from_weight")
+    width = model.config.hidden_size
+    before = model(IDS).logits
+    with activations.intervene(model, {"embed_tokens.output": activations.Add(torch.zeros(width))}):
+        assert torch.equal(model(IDS).logits, before)
+    with pytest.raises(ValueError, match=f"must end in {width}"):
+        activations.intervene(model, {"embed_tokens.output": activations.Add(torch.zeros(model.config.vocab_size))})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    {
+        "o_poj.output": "did you mean 'o_proj.output'",
+        "oproj.output": "did you mean 'o_proj.output'",
+        "o_proj": "did you mean 'o_proj.output'?",
+        "self_attn.o_proj": "did you mean 'self_attn.o_proj.output'?",
+        "q_porj": "did you mean 'q_proj",
+        "nothing_like_it": "known: q_proj, output, self_attn.q_proj, q_proj.output",
+    }.items(),
+)
+def test_names_that_are_unknown_have_the_nearest(name, nearest) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"no latent, gate or layer output is named '{name}'; ") + ".*") as e:
+        observe(with_latents(), print, name)
+    assert nearest in str(e.value)
+
+
+def test_a_full_name_is_that_point_alone() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})})
+    seen = []
+    with observe(model, lambda name, activation: seen.append(name), ["a.output"]):
+        model["b"]["a"](model["a"](torch.ones(2)))
+    assert seen == ["a.output"]
+
+
+class Own(activations.Intervention):
+    def __init__(self, value):
+        self.value = value
+
+    def apply(self, activation):
+        return self.value
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(3)], ids=["nothing", "other_shape"])
+def test_what_an_intervention_returns_is_checked(value) -> None:
+    model = make_tiny_llama()
+    with (
+        activations.intervene(model, {"o_proj.output": Own(value)}),
+        pytest.raises(ValueError, match=r"Own\.apply must"),
+    ):
+        model(IDS)
+
+
+def test_wrong_arguments_are_refused_in_a_sentence() -> None:
+    model = make_tiny_llama()
+    wrong = {
+        "hook_points takes a model": lambda: hook_points("x"),
+        "observe takes a model": lambda: observe(hook_points(model), print),
+        "observe takes a function": lambda: observe(model, "o_proj.output"),
+        "no operator with a latent.*o_proj.output": lambda: observe(model, print),
+        "is named 5": lambda: observe(model, print, 5),
+        "number.* got 'a'": lambda: activations.Add("a"),
+        "number.* got None": lambda: activations.Add(None),
+        "number.*, got 'a'": lambda: activations.Clamp("a", 1),
+        "swap": lambda: activations.Clamp(1, -1),
+        "minimum": lambda: activations.Clamp(),
+        r"mask\.nonzero": lambda: activations.Patch(0.0, dims=[True, False]),
+        r"nonzero\(\)": lambda: activations.Patch(0.0, dims=torch.tensor([True, False])),
+        "must be indices": lambda: activations.Patch(0.0, dims=[0.5]),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    wrong_function = activations.Patch(lambda activation: None)
+    with activations.intervene(model, {"o_proj.output": wrong_function}), pytest.raises(ValueError, match="got None"):
+        model(IDS)
 
 
 def test_edits_of_gates_nest_reach_generation_and_are_refused_where_wrong() -> None:

@@ -156,8 +156,9 @@ _ATTRIBUTES_OF_0_2 = {
     "HasHookPoints": {
         "tap_kind": "hook_kind",
         "tap_sizes": "hook_sizes",
-        "_taps": "_activation_hooks",
-        "_tapped": "_hooked",
+        "_taps": "activation_hooks",
+        "_tapped": "hooked",
+        "_is_edited": "is_intervened",
     },
     "Inject": {"source": "value"},
     "LatentOperator": {"_latent_tap": "_latent_hook"},

@@ -7,14 +7,23 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hooks import OUTPUT, Activation, HookPoint, Intervention, hook_points, with_hooks
+from relinear.activations.hooks import (
+    Activation,
+    ActivationHook,
+    HookPoint,
+    Intervention,
+    hook_points,
+    matching_names,
+    with_hooks,
+)
 from relinear.contract.input_checks import check_model
 from relinear.deprecated import warn_renamed, with_attributes_of_0_2
-from relinear.settings.messages import did_you_mean, quoted
+from relinear.settings.messages import quoted
 
 Values = float | Sequence[float] | Tensor
 
@@ -24,28 +33,32 @@ class _DimensionIntervention(Intervention):
 
     dims: Sequence[int] | Tensor | None
 
-    def check(self, name: str, size: int) -> None:
+    def __post_init__(self) -> None:
         if self.dims is not None:
-            try:
-                valid = len(self.dims) > 0 and all(-size <= operator.index(d) < size for d in self.dims)
-            except TypeError:
-                valid = False
-            if not valid:
-                raise ValueError(f"{name}: dims={quoted(self.dims)} must be indices into its {size} dimensions")
+            object.__setattr__(self, "dims", _indices(self.dims))
+        for value in self.arguments().values():
+            _as_tensor(value)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the numbers to compute with, by argument."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement arguments")
+
+    def check(self, name: str, size: int) -> None:
+        if self.dims is not None and not all(-size <= d < size for d in self.dims):
+            raise ValueError(f"{name}: dims={quoted(self.dims)} must be indices into its {size} dimensions")
         width = size if self.dims is None else len(self.dims)
-        for field, value in vars(self).items():
-            shape = () if field == "dims" or value is None or callable(value) else torch.as_tensor(value).shape
+        for argument, value in self.arguments().items():
+            shape = _as_tensor(value).shape
             if shape and shape[-1] not in (1, width):
                 raise ValueError(
-                    f"{name}: {type(self).__name__}({field}=) of shape {tuple(shape)} must end in {width} or 1"
+                    f"{name}: {type(self).__name__}({argument}=) of shape {tuple(shape)} must end in {width} or 1"
                 )
 
     def apply(self, activation: Activation) -> Tensor:
         if self.dims is None:
             return self.change(activation)
         z = activation.z.clone()
-        dims = [operator.index(d) for d in self.dims]
-        z[..., dims] = self.change(Activation(*(part[..., dims] for part in activation)))
+        z[..., self.dims] = self.change(Activation(*(part[..., self.dims] for part in activation)))
         return z
 
     def change(self, activation: Activation) -> Tensor:
@@ -63,7 +76,8 @@ class Clamp(_DimensionIntervention):
         dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
-        ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
+        ValueError: if ``minimum`` is above ``maximum``; by ``intervene``, if a shape or a dimension does not fit the
+            hook point.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -75,10 +89,17 @@ class Clamp(_DimensionIntervention):
     maximum: Values | None = None
     dims: Sequence[int] | Tensor | None = None
 
-    def check(self, name: str, size: int) -> None:
-        if self.minimum is None and self.maximum is None:
-            raise ValueError(f"{name}: Clamp needs a minimum, a maximum or both")
-        super().check(name, size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds = [_as_tensor(value) for value in self.arguments().values()]
+        if not bounds:
+            raise ValueError("Clamp needs a minimum, a maximum or both")
+        if all(bound.ndim == 0 for bound in bounds) and bounds[0] > bounds[-1]:
+            raise ValueError(f"Clamp(minimum={quoted(self.minimum)}, maximum={quoted(self.maximum)}): swap the two")
+
+    def arguments(self) -> dict[str, Any]:
+        bounds = {"minimum": self.minimum, "maximum": self.maximum}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def change(self, activation: Activation) -> Tensor:
         z = activation.z
@@ -110,6 +131,9 @@ class Add(_DimensionIntervention):
     scale: float = 1.0
     dims: Sequence[int] | Tensor | None = None
 
+    def arguments(self) -> dict[str, Any]:
+        return {"direction": self.direction, "scale": self.scale}
+
     def change(self, activation: Activation) -> Tensor:
         return activation.z + self.scale * _broadcastable(self.direction, activation.z)
 
@@ -136,6 +160,9 @@ class Patch(_DimensionIntervention):
     value: Values | Callable[[Activation], Tensor]
     dims: Sequence[int] | Tensor | None = None
 
+    def arguments(self) -> dict[str, Any]:
+        return {} if callable(self.value) else {"value": self.value}
+
     def change(self, activation: Activation) -> Tensor:
         value = self.value(activation) if callable(self.value) else self.value
         return _broadcastable(value, activation.z).expand_as(activation.z)
@@ -156,8 +183,24 @@ class Inject(Patch):
         super().__init__(source)
 
 
+def _indices(dims: Any) -> list[int]:
+    """Return ``dims`` as a list of ints. Raises ValueError for anything but integers, bools included."""
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        if len(dims) and not any(torch.as_tensor(d).dtype == torch.bool for d in dims):
+            return [operator.index(d) for d in dims]
+    raise ValueError(f"dims={quoted(dims)} must be indices of dimensions; for a mask, pass mask.nonzero()")
+
+
+def _as_tensor(value: Any, **options: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value, **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = f"an intervention's value must be a number, a sequence of numbers or a tensor, got {quoted(value)}"
+        raise ValueError(message) from error
+
+
 def _broadcastable(value: Values, z: Tensor) -> Tensor:
-    value = torch.as_tensor(value, dtype=z.dtype, device=z.device)
+    value = _as_tensor(value, dtype=z.dtype, device=z.device)
     extra = value.ndim > z.ndim
     if extra or any(v not in (1, s) for v, s in zip(reversed(value.shape), reversed(z.shape))):
         raise ValueError(
@@ -199,19 +242,17 @@ def intervene(
     check_model(model, "intervene")
     points = hook_points(model, outputs=True)
     chosen = _by_full_name(points, interventions)
-    return _intervened(model, {name: points[name] for name in chosen}, chosen)
+    return _intervened(model, [(points[name], ActivationHook(added)) for name, added in chosen.items()])
 
 
 @contextlib.contextmanager
-def _intervened(
-    model: nn.Module, points: Mapping[str, HookPoint], chosen: Mapping[str, Sequence[Intervention]]
-) -> Iterator[None]:
+def _intervened(model: nn.Module, hooks: Sequence[tuple[HookPoint, ActivationHook]]) -> Iterator[None]:
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
             "call model.eval() or model.gradient_checkpointing_disable()"
         )
-    with with_hooks(points, interventions=chosen):
+    with with_hooks(hooks):
         yield
 
 
@@ -221,13 +262,9 @@ def _by_full_name(
     """Return the interventions by full names of hook points, after checking them against the points' sizes."""
     if not isinstance(interventions, Mapping):
         raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {quoted(interventions)}")
-    inner = [name for name, point in points.items() if point.kind != OUTPUT]
     chosen: dict[str, list[Intervention]] = {}
     for pattern, value in interventions.items():
-        names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
-        if not names:
-            suggestion = did_you_mean(str(pattern), inner or points)
-            raise ValueError(f"no latent, gate or layer output is named {quoted(pattern)}; {suggestion}")
+        names = matching_names(points, pattern)
         for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if not isinstance(intervention, Intervention):
                 raise ValueError(f"{pattern}: expected Clamp, Add or Patch, got {quoted(intervention)}")

@@ -3,26 +3,17 @@
 # Legend: R latent size
 
 import contextlib
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hooks import (
-    LATENT,
-    Activation,
-    HookPoint,
-    LatentOperator,
-    hook_points,
-    observe_hook_points,
-    with_hooks,
-)
+from relinear.activations.hooks import Activation, LatentOperator, latent_points, observe
 from relinear.contract.input_checks import check_model
-from relinear.settings.messages import did_you_mean
+from relinear.settings.messages import did_you_mean, quoted
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
@@ -31,15 +22,7 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
     Raises:
         ValueError: if there is none, or ``model`` is not a model.
     """
-    return {name: point.module for name, point in _latent_points(model).items()}
-
-
-def _latent_points(model: nn.Module) -> dict[str, HookPoint]:
-    check_model(model, "reading latents")
-    points = {name: point for name, point in hook_points(model).items() if point.kind == LATENT}
-    if not points:
-        raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
-    return points
+    return {name: point.module for name, point in latent_points(model).items()}
 
 
 class Latents(dict[str, Activation]):
@@ -48,6 +31,10 @@ class Latents(dict[str, Activation]):
     def __missing__(self, name: str) -> Activation:
         hint = did_you_mean(name, self) if self else "no forward has run within the block"
         raise KeyError(f"no latent {name!r}; {hint}")
+
+    def store(self, name: str, latent: Activation) -> None:
+        """Store the latent of operator ``name``, in place of an earlier one."""
+        self[name] = latent
 
 
 def latents(model: nn.Module) -> AbstractContextManager[Latents]:
@@ -75,28 +62,15 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         >>> recorded["model.layers.0.self_attn.q_proj"].mu.shape
         torch.Size([1, 8, 4])
     """
-    return _stored_latents(_latent_points(model))
+    check_model(model, "latents")
+    stored = Latents()
+    return _stored_within(stored, observe(model, stored.store))
 
 
 @contextlib.contextmanager
-def _stored_latents(points: Mapping[str, HookPoint]) -> Iterator[Latents]:
-    stored = Latents()
-    with with_hooks(points, observers={name: [_StoreLatent(stored, name)] for name in points}):
+def _stored_within(stored: Latents, observing: AbstractContextManager[None]) -> Iterator[Latents]:
+    with observing:
         yield stored
-
-
-def observe(model: nn.Module, observer: Callable[[str, Activation], None]) -> AbstractContextManager[None]:
-    """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
-    return observe_hook_points(_latent_points(model), observer)
-
-
-@dataclasses.dataclass(frozen=True)
-class _StoreLatent:
-    latents: Latents
-    name: str
-
-    def __call__(self, latent: Activation) -> None:
-        self.latents[self.name] = latent
 
 
 class LatentDistribution(NamedTuple):
@@ -165,13 +139,19 @@ def moment_alignment(a: LatentsByName, b: LatentsByName, *, names: Mapping[str, 
     return torch.stack(distances).mean()
 
 
-def _distribution(value: Activation | LatentDistribution) -> LatentDistribution:
-    return value if isinstance(value, LatentDistribution) else aggregated_posterior(value)
+def _distribution(value: Any) -> LatentDistribution:
+    if isinstance(value, LatentDistribution):
+        return value
+    if isinstance(value, Activation):
+        return aggregated_posterior(value)
+    raise ValueError(f"expected a latent or a LatentDistribution, got {quoted(value)}")
 
 
 def _checked(source: LatentsByName | nn.Module) -> Mapping[str, Any]:
     """Return the latents or distributions by operator name; raise ValueError if there are none."""
     by_name = _stored_around(source) if isinstance(source, nn.Module) else source
+    if not isinstance(by_name, Mapping):
+        raise ValueError(f"moment_alignment takes what a `latents` block yields, got {quoted(by_name)}")
     if not by_name:
         raise ValueError(
             "no latents were recorded: run the model within `with relinear.activations.latents(model):` first"
@@ -187,6 +167,6 @@ def _stored_around(model: nn.Module) -> Mapping[str, Activation]:
         stacklevel=4,
     )
     hooks = [operator._latent_hook for operator in latent_operators(model).values()]
-    observers = [observer for hook in hooks if hook is not None for observer in hook.observers]
-    stored = [observer.latents for observer in observers if isinstance(observer, _StoreLatent)]
-    return stored[-1] if stored else {}
+    observers: list[Any] = [observer for hook in hooks if hook is not None for observer in hook.observers]
+    owners = [getattr(observer.func, "__self__", None) for observer in observers]  # partials, made by ``observe``
+    return next((owner for owner in reversed(owners) if isinstance(owner, Latents)), {})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.latent_recording import Activation, LatentOperator, observe
+from relinear.activations.hooks import Activation, LatentOperator, observe
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.contract.module_state import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Table

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, StrictFloat
 from torch import Tensor
 
-from relinear.activations.hooks import Intervention, hook_points
+from relinear.activations.hooks import Intervention
 from relinear.activations.interventions import Add, Clamp, Patch
 from relinear.explore.explored_model import SHOWN, ExploredModel
 from relinear.explore.units import values_of
@@ -212,7 +212,7 @@ def prefix_view(explored: ExploredModel, prefix: str, text: str) -> dict[str, An
             "prefix and text in one": explored.next_token_probabilities(joined[None], {})[0, -1],
         }
         control_divergence = divergence(probabilities["unspecialised"], _next_probabilities(control(after[None])))
-        context = values_of(explored.model, joined, {_CONTEXT: hook_points(explored.model)[_CONTEXT]})[_CONTEXT]
+        context = values_of(explored.model, joined, [_CONTEXT])[_CONTEXT]
     likely = _likeliest(list(probabilities.values()))
     return {
         "prefix_tokens": len(before),

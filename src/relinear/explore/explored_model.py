@@ -164,7 +164,7 @@ class ExploredModel:
         self.index.row(point, unit)
         ids = self.encode(text)
         with self.lock:
-            values = values_of(self.model, ids, {point: self.points[point]})[point]
+            values = values_of(self.model, ids, [point])[point]
         facts = self.index.facts(point)
         mean, std = (self.index.tensors[name][facts.rows] for name in ("mean", "std"))
         away = ((values - mean) / std.clamp_min(1e-9)).where(std > 0, torch.zeros(()))

@@ -9,7 +9,7 @@ quickly.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.activations.hooks import OUTPUT, Activation, HookPoint, hook_points, observe_hook_points
+from relinear.activations.hooks import OUTPUT, Activation, HookPoint, hook_points, matching_names, observe
 from relinear.contract.module_state import eval_mode
 from relinear.hf.model_layout import layer_finder
 from relinear.settings.messages import did_you_mean
@@ -47,13 +47,7 @@ def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[s
     """
     every = hook_points(model, outputs=True)
     inside = {name: point for name, point in every.items() if point.kind != OUTPUT}
-    chosen: dict[str, HookPoint] = {}
-    for pattern in patterns:
-        matched = {name: point for name, point in every.items() if name == pattern or name.endswith(f".{pattern}")}
-        if not matched:
-            ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
-            raise ValueError(f"no hook point of this model is named {pattern!r}; {did_you_mean(pattern, ends)}")
-        chosen |= matched
+    chosen = {name: every[name] for pattern in patterns for name in matching_names(every, pattern)}
     if not patterns:
         chosen = inside or _outputs_of_layers(model, every)
     if not chosen:
@@ -274,14 +268,14 @@ def index_units(
 
 
 @torch.no_grad()
-def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) -> dict[str, Tensor]:
-    """Return values (T, R) of the hook points ``chosen`` for token ids (T,), in float32. Raises as ``index_units``."""
+def values_of(model: nn.Module, ids: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return values (T, R) of hook points, by name, for token ids (T,), in float32. Raises as ``index_units``."""
     by_point: dict[str, Tensor] = {}
-    _run(model, ids[None], chosen, lambda name, values: by_point.update({name: values[0]}))
+    _run(model, ids[None], names, lambda name, values: by_point.update({name: values[0]}))
     return by_point
 
 
-def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], callback: Callable[[str, Tensor], None]) -> None:
+def _run(model: Any, ids: Tensor, names: Iterable[str], callback: Callable[[str, Tensor], None]) -> None:
     """Run a forward pass over ids (B, T); call ``callback`` with the name and the values (B, T, R) of each point."""
 
     def observer(name: str, activation: Activation) -> None:
@@ -292,5 +286,5 @@ def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], callback: Cal
             raise ValueError(f"{name} has values that are not finite on real text: this model is broken")
         callback(name, values)
 
-    with eval_mode(model), observe_hook_points(chosen, observer):
+    with eval_mode(model), observe(model, observer, names):
         model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)

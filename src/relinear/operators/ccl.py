@@ -99,9 +99,9 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         features = None if context is None else self._features(context)
         factors = self.basis, self.mix, self.bias, *_affine(self.norm)
         templates = self.config.composition != "gates"
-        if features is not None and (templates or self._activation_hooks is not None):
+        if features is not None and (templates or self.activation_hooks is not None):
             g_basis, g_out = self._hooked_gates(x, features)
-            if templates or self._is_intervened:
+            if templates or self.is_intervened:
                 return ccl_gated(x, self._per_feature(g_basis), g_out, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias, EPS)
@@ -116,11 +116,11 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
     def _hooked_gates(self, x: Tensor, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return ``_gates`` for the tokens of x, after passing them through activation hooks."""
         g_basis, g_out = self._gates(features, self.training)
-        if self._activation_hooks is None:
+        if self.activation_hooks is None:
             return g_basis, g_out
         sizes = *x.shape[:-1], -1
-        g_basis = None if g_basis is None else self._hooked("basis_gate", g_basis.expand(sizes))
-        return g_basis, None if g_out is None else self._hooked("output_gate", g_out.expand(sizes))
+        g_basis = None if g_basis is None else self.hooked("basis_gate", g_basis.expand(sizes))
+        return g_basis, None if g_out is None else self.hooked("output_gate", g_out.expand(sizes))
 
     def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """Return the basis gates (..., R), or templates' probabilities (..., E), and the output gates (..., O)."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.activations.hooks import Activation, LatentOperator
+from relinear.activations.hooks import LATENT, Activation, LatentOperator, as_activation
 from relinear.contract.config import Count, NonNegative, check_divides, register
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine_parameters
@@ -104,8 +104,9 @@ class HDPLLinear(FusedInference, LatentOperator):
             logvar_encoder = self.logvar()
         decoder, _ = self.decoder()
         y, z, mu, logvar = hdpl(x, self.blocks, *mu_encoder, *logvar_encoder, decoder, self.bias, noise)
-        if self._activation_hooks is not None and (hook := self._latent_hook) is not None:
-            changed = hook(Activation(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
+        if self.activation_hooks is not None:
+            latent = Activation(z, mu, self._log_variance(x, mu) if logvar is None else logvar)
+            changed = self.hooked(LATENT, latent)
             y = y if changed is z else reference.hdpl_decode(x, changed, self.blocks, decoder, self.bias)
         if logvar is not None:
             bound, free_nats = self.config.bound, self.config.free_nats
@@ -116,7 +117,7 @@ class HDPLLinear(FusedInference, LatentOperator):
 
     def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
         """Return log sigma^2 (..., R); -inf without noise."""
-        return torch.full_like(mu, -math.inf) if self.logvar is None else F.linear(x, *self.logvar())
+        return as_activation(mu).logvar if self.logvar is None else F.linear(x, *self.logvar())
 
     def fit_to_weight_(self, weight: Tensor) -> None:
         """Fit a block-diagonal part plus a part of rank R // 2, which the context path represents exactly in eval.

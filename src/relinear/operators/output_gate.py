@@ -38,9 +38,9 @@ class _Gate(HasHookPoints, nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         logits = torch.nn.functional.linear(x, self.weight)
-        if self._activation_hooks is None:
+        if self.activation_hooks is None:
             return recomputed(gated, z, logits)
-        return (z * self._hooked("channel", gates(logits))).to(z.dtype)
+        return (z * self.hooked("channel", gates(logits))).to(z.dtype)
 
 
 class OutputGateLinear(Wrapper):

@@ -120,21 +120,20 @@ class Modulator(HasHookPoints, CachingModule, _ModulatorBase):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Return z * channel gate(x) * scalar gate(x) for the layer's input x (..., I) and output z (..., O)."""
-        gates = None if self._activation_hooks is None else self._hooked_gates(x)
-        if not self.has_kernels or self._is_intervened:
+        if not self.has_kernels or self.is_intervened:
             gated = z
-            for gate in (self.gates_of(x) if gates is None else gates).values():
-                gated = gated * gate
+            for name, gate in self.gates_of(x).items():
+                gated = gated * self.hooked(name, gate)
             return gated.to(z.dtype)
+        self._show_gates(x)
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
 
     def after_linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """Return ``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel if there is one."""
-        if not self.has_kernels or self._is_intervened:
+        if not self.has_kernels or self.is_intervened:
             return self(x, linear(x))
-        if self._activation_hooks is not None:
-            self._hooked_gates(x)
+        self._show_gates(x)
         weight, bias = linear.weight, linear.bias
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # 1.0: these ups contain alpha already
@@ -174,9 +173,11 @@ class Modulator(HasHookPoints, CachingModule, _ModulatorBase):
         ups = {"channel": self.channel_up, "scalar": self.scalar_up}
         return {name: up.shape[0] for name, up in ups.items() if up is not None}
 
-    def _hooked_gates(self, x: Tensor) -> dict[str, Tensor]:
-        """Return ``gates_of(x)`` after passing them through activation hooks."""
-        return {name: self._hooked(name, gate) for name, gate in self.gates_of(x).items()}
+    def _show_gates(self, x: Tensor) -> None:
+        """Show the gates to hooks that only read; the kernel, which does not return its gates, gives the output."""
+        if self.activation_hooks is not None:
+            for name, gate in self.gates_of(x).items():
+                self.hooked(name, gate)
 
     def is_neutral(self) -> bool:
         """Return whether every gate is exactly 1 for any input."""

@@ -44,7 +44,7 @@ class _Gate(HasHookPoints, nn.Module):
         check_features(y, self.channels, self)
         wide = torch.promote_types(y.dtype, torch.float32)
         gate = torch.sigmoid(torch.nn.functional.linear(x, self.weight).to(wide))
-        gate = self._hooked(self._name, gate)
+        gate = self.hooked(self._name, gate)
         grouped = y.unflatten(-1, (self.weight.shape[0], -1))
         return (grouped * gate.unsqueeze(-1)).to(y.dtype).flatten(-2)
 

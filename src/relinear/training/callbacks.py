@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from relinear.activations.latent_recording import Activation, LatentDistribution, observe
+from relinear.activations.hooks import Activation, observe
+from relinear.activations.latent_recording import LatentDistribution
 from relinear.settings.messages import quoted
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress

@@ -213,7 +213,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
         else:
             used = frozen_context.to(self.wpe.weight.dtype)
             used = used.unsqueeze(1) if used.ndim == 2 else used
-        used = self._hooked("context", used)
+        used = self.hooked("context", used)
         if not context_only:
             for block in self.h[split:]:
                 x, *_ = block(x, used, **shared)
