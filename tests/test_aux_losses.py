@@ -30,7 +30,7 @@ class PenalizedLinear(LowRankLinear):
         return y
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@register
 class Penalized(LowRank):
     kind: ClassVar[str] = "penalised_for_test"
     module_class = PenalizedLinear

@@ -1,12 +1,12 @@
 """Wrong inputs and settings: one ValueError that says what was wrong, what was expected and what is nearest to it."""
 
 import copy
-import dataclasses
 import json
 import os
 import re
 import socket
 import threading
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -17,8 +17,9 @@ import relinear
 from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.compare.folder import comparison_folder
+from relinear.contract import config as registry
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import Count, UnknownSettingError
+from relinear.contract.config import IntRange, UnknownSettingError
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
@@ -183,15 +184,37 @@ def test_the_nearest_keyword():
     assert issubclass(UnknownSettingError, TypeError)
 
 
-def test_settings_are_checked_beside_annotations_that_only_type_checkers_resolve() -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
+@pytest.mark.parametrize(
+    ("annotation", "said"),
+    [
+        ("OnlyForTypeCheckers | None", ("Mine.rank", "'OnlyForTypeCheckers' is not defined", "at runtime")),
+        ("list[int]", ("Mine.rank", "read back", "a tuple")),
+        ("tuple[dict, ...] | None", ("Mine.rank", "read back")),
+        (torch.dtype, ("Mine.rank", "read back")),
+    ],
+    ids=brief,
+)
+def test_annotations_that_cannot_be_checked_or_read_back(annotation, said):
     class Mine(relinear.OperatorConfig):
         kind = "mine"
-        rank: "Count"
-        device: "OnlyForTypeCheckers | None" = None  # noqa: F821
+        __annotations__ = {"rank": annotation}
 
-    assert Mine(rank=2, device=3).rank == 2
-    refused(lambda: Mine(rank=-2), "rank")
+    refused(lambda: relinear.register(Mine), *said)
+    refused(lambda: Mine(rank=2), "Mine is not registered", "@relinear.register")
+
+
+def test_annotations_may_name_what_the_function_around_them_defines(monkeypatch):
+    monkeypatch.setitem(registry._REGISTRY, "operator", dict(registry._REGISTRY["operator"]))
+    Few = Annotated[int, IntRange(1, 3)]
+
+    @relinear.register
+    class Mine(relinear.OperatorConfig):
+        kind = "mine"
+        few: "tuple[Few, ...]"
+
+    assert Mine(few=[1, 2]).few == (1, 2), "a list is taken for a tuple"
+    refused(lambda: Mine(few=[4]), "few.0")
+    refused(lambda: Mine(few={1}), "few must be a list")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import pytest
@@ -26,7 +25,7 @@ class MeanPooled(ContextNetwork):
         return context.mean(1, keepdim=True).expand_as(context), state
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@relinear.register
 class LeakingManager(relinear.ContextManager):
     kind: ClassVar[str] = "leaking_manager"
 

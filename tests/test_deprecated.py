@@ -12,6 +12,7 @@ from conftest import make_tiny_llama
 from relinear.activations import Patch, intervene
 from relinear.activations.hooks import HasHookPoints
 from relinear.bench.run import BenchSettings
+from relinear.contract import config as registry
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.distill import DistillSettings
 from relinear.hf.training_loss import ModelWithObjective
@@ -127,9 +128,11 @@ def test_the_sizes_of_an_operator_are_its_candidates() -> None:
         assert relinear.LowRank(rank=4).sizes(64, 32) == relinear.LowRank(rank=4).candidates(64, 32)
 
 
-def test_an_attachment_with_for_part_is_asked_by_it() -> None:
+def test_an_attachment_with_for_part_is_asked_by_it(monkeypatch) -> None:
+    monkeypatch.setitem(registry._REGISTRY, "attachment", dict(registry._REGISTRY["attachment"]))
     with pytest.warns(DeprecationWarning, match="OldBias.for_part has a new name: for_model"):
 
+        @relinear.register
         class OldBias(relinear.contract.AttachmentConfig):
             kind = "old_bias"
 

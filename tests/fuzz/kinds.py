@@ -27,12 +27,12 @@ from relinear.compare.folder import comparison_folder
 from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
 from relinear.compression.plan import CompressPlan
-from relinear.contract import yaml_settings
 from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings
 from relinear.data.sources import local_sources
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.language import _lambada_rows
+from relinear.settings import yaml_settings
 from relinear.surgery.summary import summary
 from relinear.training import FitSettings, TrainSettings, fit, read_metrics, read_result
 from relinear.training.callbacks import read_moments

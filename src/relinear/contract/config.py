@@ -7,13 +7,13 @@ settings: what a user writes for a command.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import sys
 import typing
 from collections.abc import Iterable, Mapping
-from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
@@ -22,6 +22,8 @@ from relinear.settings.messages import did_you_mean, quoted, validation_message
 from relinear.settings.setting_text import parse_setting
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
+#: registered class -> its settings' annotations by name
+_ANNOTATIONS: dict[type[Config], dict[str, Any]] = {}
 C = TypeVar("C", bound="type[Config]")
 
 #: torch cannot count the bytes of a float64 matrix with larger sides
@@ -59,7 +61,8 @@ def register(cls: C) -> C:
         ``cls`` itself, so that ``register`` serves as a decorator.
 
     Raises:
-        ValueError: if ``cls`` is not a config class with a ``family`` and a ``kind``, or the kind is taken.
+        ValueError: if ``cls`` is not a config class with a ``family`` and a ``kind``, the kind is taken, or a setting's
+            annotation names what does not exist or what JSON cannot hold.
 
     Examples:
         >>> @relinear.register
@@ -77,10 +80,45 @@ def register(cls: C) -> C:
             raise ValueError(f"register: {cls.__name__} needs a class variable {name}, a string")
     if "__dataclass_fields__" not in vars(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    annotations = _annotations(cls, sys._getframe(1).f_locals)
     registry = _REGISTRY.setdefault(cls.family, {})
     if registry.setdefault(cls.kind, cls) is not cls:
         raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {registry[cls.kind].__qualname__}")
+    _ANNOTATIONS[cls] = annotations
     return cls
+
+
+def _annotations(cls: type[Config], local_names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the annotations of a config's settings; ``local_names`` are those of the function that defines it."""
+    found: dict[str, Any] = {}
+    settings = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for base in reversed(cls.__mro__):
+        names = {**local_names, cls.__name__: cls} if base.__module__ == cls.__module__ else None
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            if name not in settings:
+                continue
+            one = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+            try:
+                found |= typing.get_type_hints(one, localns=names, include_extras=True)
+            except NameError as error:
+                advice = f"{error}; import it at runtime, not under TYPE_CHECKING"
+                raise ValueError(f"register: the annotation of {cls.__name__}.{name}: {advice}") from None
+            if not _is_json(found[name]):
+                advice = "annotate it as bool, int, float, str, Literal, a tuple (not a list) or a config of these"
+                raise ValueError(f"register: {cls.__name__}.{name} cannot be read back from JSON; {advice}")
+    return found
+
+
+def _is_json(annotation: Any) -> bool:
+    """Return whether ``to_dict`` can write the values of a setting and ``from_dict`` read them back."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _is_json(arguments[0])
+    if origin in (tuple, typing.Union, UnionType):
+        return all(argument is Ellipsis or _is_json(argument) for argument in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return True
+    return origin is Literal or annotation in (bool, int, float, str, tuple, NoneType, Any)
 
 
 def worker_environment() -> dict[str, str]:
@@ -106,6 +144,8 @@ class Config:
     legacy_defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
+        if cls not in _ANNOTATIONS:
+            raise ValueError(f"{cls.__name__} is not registered: decorate it with @relinear.register")
         if args:
             raise UnknownSettingError(f"{cls.__name__} takes its settings by name, got {quoted(args[0])}")
         names = sorted(field.name for field in dataclasses.fields(cls))
@@ -117,8 +157,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check every setting against its annotation; a subclass with further checks calls this first."""
-        for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
-            check_value(name, getattr(self, name), hint)
+        for name, annotation in _ANNOTATIONS[type(self)].items():
+            value = _lists_as_tuples(getattr(self, name))
+            object.__setattr__(self, name, value)
+            check_value(name, value, annotation)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values for ``from_dict``, with every field, so that defaults may change."""
@@ -198,8 +240,8 @@ def _config_from(family: str, values: Mapping[str, Any], is_record: bool) -> Con
         hint = f"{did_you_mean(str(kind), names)} (relinear list {family}s shows all)"
         raise UnknownKindError(f"unknown {family} kind {quoted(kind)}; {hint}")
     target = known[kind]
-    fields, hints = dataclasses.fields(target), _hints(target)  # type: ignore[arg-type]
-    texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(hints.get(f.name))}
+    fields, annotations = dataclasses.fields(target), _ANNOTATIONS[target]  # type: ignore[arg-type]
+    texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(annotations[f.name])}
     values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
     settings = dict(target.legacy_defaults) if is_record else {}
     settings |= {key: _decode(value, is_record) for key, value in values.items()}
@@ -222,16 +264,8 @@ def _decode(value: Any, is_record: bool) -> Any:
     return value
 
 
-@functools.cache
-def _hints(cls: type[Config]) -> dict[str, Any]:
-    """Return the annotations of a config's fields, but for those whose names are imported for type checkers only."""
-    hints: dict[str, Any] = {}
-    for base in cls.__mro__:
-        for name, annotation in vars(base).get("__annotations__", {}).items():
-            one = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
-            with contextlib.suppress(NameError):
-                hints = typing.get_type_hints(one, include_extras=True) | hints
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name in hints}
+def _lists_as_tuples(value: Any) -> Any:
+    return tuple(map(_lists_as_tuples, value)) if isinstance(value, list) else value
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
