@@ -188,6 +188,16 @@ def outputs_of(model, name):
     return seen
 
 
+def test_a_compiled_model_runs_the_hooks_of_outputs_within_the_block_alone() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="eager", fullgraph=True)
+    x = torch.ones(2)
+    before = compiled(x)
+    with activations.intervene(compiled, {"0.output": activations.Patch(7.0)}):
+        assert (compiled(x) == 7).all()
+    assert torch.equal(compiled(x), before)
+
+
 def test_a_replaced_embedding_has_its_width() -> None:
     model = make_tiny_llama(tie_word_embeddings=True).eval()
     relinear.replace_(model, {"embed_tokens": "quantized:bits=8"}, init="from_weight")

@@ -292,6 +292,9 @@ def matching_names(points: Iterable[str], name: str) -> list[str]:
 def with_hooks(hooks: Sequence[tuple[HookPoint, ActivationHook]]) -> Iterator[None]:
     """Add hooks to hook points within the block."""
     with contextlib.ExitStack() as stack:
+        if any(isinstance(point, _OutputPoint) for point, _ in hooks):
+            # a compiled forward does not see forward hooks that were added or removed after it was compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for point, hook in hooks:
             stack.callback(point.add_hook(hook))
         yield
@@ -303,7 +306,7 @@ def observe(
     """Call ``observer(name, activation)`` for every value that a forward within the block computes.
 
     Args:
-        model: any model, compiled or not.
+        model: any model, compiled or not; if outputs are observed, it runs uncompiled within the block.
         observer: called with a hook point's name and its ``Activation``, after all interventions.
         names: hook points, by exact names or dotted suffixes as in ``intervene``; None means all latents.
 

@@ -215,7 +215,7 @@ def intervene(
     """Change latents, gates and outputs in every forward within the block.
 
     Args:
-        model: any model, compiled or not.
+        model: any model, compiled or not; with hooks on outputs it runs uncompiled within the block.
         interventions: name of a hook point -> one (``Clamp``, ``Add``, ``Patch``) or a sequence of them, applied in
             order. Names are exact or dotted suffixes ("q_proj" is that of every layer): of an operator for
             its latent; of a gate ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel",
