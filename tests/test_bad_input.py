@@ -1,6 +1,7 @@
 """Wrong inputs and settings: one ValueError that says what was wrong, what was expected and what is nearest to it."""
 
 import copy
+import functools
 import json
 import os
 import re
@@ -222,6 +223,26 @@ def test_annotations_may_name_what_the_function_around_them_defines(monkeypatch)
 )
 def test_a_rank_that_is_none(value):
     refused(lambda: relinear.LowRank(rank=value), "rank")
+
+
+@pytest.mark.parametrize("given", [nn.LayerNorm(4), torch.ones(4, 4), None], ids=brief)
+def test_what_no_operator_replaces(given):
+    for config in (LOW, relinear.Transponder()):
+        for method in (config.convert, config.build(4, 4).fit_to_linear_):
+            refused(functools.partial(method, given), "expected nn.Linear", type(given).__name__)
+
+
+@pytest.mark.parametrize("config", [LOW, relinear.Transponder()], ids=brief)
+def test_an_unknown_initialisation(config):
+    refused(lambda: config.convert(nn.Linear(4, 4), init="from_wieght"), "init must be one of", "'from_weight'")
+
+
+def test_an_operator_without_a_cost_replaces_nothing(monkeypatch):
+    monkeypatch.delattr(type(LOW.build(4, 4)), "flops_per_token")
+    model = make_tiny_llama()
+    refused(lambda: relinear.replace_(model, {"q_proj": LOW}), "flops_per_token", error=NotImplementedError)
+    assert not isinstance(model.model.layers[0].self_attn.q_proj, Operator)
+    assert not hasattr(model.config, "quantization_config")
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", True, LONG], ids=brief)

@@ -128,6 +128,9 @@ def test_refusals() -> None:
         CalibrationStatistics(torch.zeros(3, 4))
     with pytest.raises(ValueError, match="NaN or infinite"):
         CalibrationStatistics(torch.full((2, 2), float("nan")))
+    for given in ((None,), ([[1.0]],), (torch.eye(2), [1.0])):
+        with pytest.raises(ValueError, match="moment must be a tensor"):
+            CalibrationStatistics(*given)
     with pytest.raises(relinear.contract.operator.NotLinearError):
         relinear.HDPL(rank=4, blocks=2).build(16, 16).fit_to_calibration_(
             nn.Linear(16, 16), CalibrationStatistics.identity(16)

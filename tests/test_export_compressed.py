@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 import relinear
 from conftest import WITHOUT_RELINEAR
 from relinear.compression import compress, export_compressed_tensors
-from relinear.contract.module_state import round_to_half_
 from relinear.data.tokenizers import load_tokenizer
+from relinear.hf.half_precision import round_to_half_
 from tiny_models import make_family
 
 NEEDS_READER = pytest.mark.skipif(

@@ -41,8 +41,8 @@ else:
     from llama_cpp import PROMPTS, asking
     from relinear.compression import export_compressed_tensors, export_gguf
     from relinear.compression.budget import stored_bytes
-    from relinear.contract.module_state import at_half_precision, round_to_half_
     from relinear.data.tokenizers import load_tokenizer
+    from relinear.hf.half_precision import at_half_precision, round_to_half_
     from relinear.system.machine import provenance
 
     #: what layers become -> their operators

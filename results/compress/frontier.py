@@ -49,12 +49,12 @@ from relinear.compression.evaluation import Predictions, evaluate
 from relinear.compression.inputs import by_decoder_layer, linear_layers
 from relinear.compression.layerwise import LayerByLayer
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.module_state import round_to_half_
 from relinear.contract.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.evaluate import lambada
 from relinear.functional.rounding import Grid, gptq, round_to_nearest
+from relinear.hf.half_precision import round_to_half_
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
 from rivals import GRIDS, clipped, scale_inputs_, take_gguf_

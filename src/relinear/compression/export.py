@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
-from relinear.contract.module_state import at_half_precision
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
+from relinear.hf.half_precision import at_half_precision
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
 

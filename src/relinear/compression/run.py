@@ -35,7 +35,8 @@ from relinear.compression.plan import CompressPlan
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.compression.storage import is_edited
-from relinear.contract.module_state import at_half_precision, eval_mode, round_to_half_
+from relinear.contract.module_state import eval_mode
+from relinear.hf.half_precision import at_half_precision, round_to_half_
 from relinear.hf.model_config import loaded_from, model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR

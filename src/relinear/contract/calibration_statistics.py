@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from relinear.deprecated import with_attributes_of_0_2
+from relinear.settings.messages import quoted
 
 
 @with_attributes_of_0_2
@@ -38,8 +39,10 @@ class CalibrationStatistics:
     def __post_init__(self) -> None:
         for name in ("input_moment", "gradient_moment"):
             moment = getattr(self, name)
-            if moment is None:
+            if moment is None and name == "gradient_moment":
                 continue
+            if not isinstance(moment, Tensor):
+                raise ValueError(f"statistics: {name} must be a tensor, got {quoted(moment)}")
             is_diagonal = name == "gradient_moment" and moment.ndim == 1
             if not is_diagonal and (moment.ndim != 2 or moment.shape[0] != moment.shape[1]):
                 raise ValueError(f"statistics: {name} must be a square matrix, got shape {tuple(moment.shape)}")

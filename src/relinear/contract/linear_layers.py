@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from relinear.contract.module_state import is_unhooked
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
-#: transformers' own linear layers, by name, so that the contract does not import it
+# Operators replace and fit these layers of transformers, so the contract knows them, by name, without importing it.
+#: transformers' own linear layers
 _STOCK = (_CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
 #: transformers' embeddings that only multiply their rows by a number
 _SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
@@ -63,11 +64,16 @@ def embeds(module: Any) -> bool:
 
 
 def linear_features(module: Any) -> tuple[int, int]:
-    """Return (in_features, out_features) of an nn.Linear, a Conv1D, an operator or (as a head's) an nn.Embedding."""
+    """Return (in_features, out_features) of an nn.Linear, a Conv1D, an operator or (as a head's) an nn.Embedding.
+
+    Raises ValueError for anything without such sizes.
+    """
     if is_embedding(module):
         return module.embedding_dim, module.num_embeddings
     if is_conv1d(module):
         return int(module.weight.shape[0]), int(module.weight.shape[1])
+    if not hasattr(module, "in_features") or not hasattr(module, "out_features"):
+        raise _not_linear(module)
     return int(module.in_features), int(module.out_features)
 
 
@@ -84,7 +90,11 @@ def dense_weight(module: Any) -> Tensor:
         return module.weight.T
     if isinstance(module, nn.Linear) or is_embedding(module):
         return module.weight
-    raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
+    raise _not_linear(module)
+
+
+def _not_linear(module: Any) -> ValueError:
+    return ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
 
 
 def dense_bias(module: Any) -> Tensor | None:

@@ -104,24 +104,3 @@ def in_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
     finally:
         for tensor, former in dtypes.items():
             tensor.data = tensor.data.to(former)
-
-
-@contextlib.contextmanager
-def at_half_precision(model: Any) -> Iterator[None]:
-    """Hold single-precision parameters in bfloat16 within the block; afterwards they are wide again, but rounded.
-
-    bfloat16, because it has float32's range.
-    """
-    config_dtype = model.config.dtype
-    wide = [p for p in model.parameters() if p.is_floating_point() and p.element_size() > 2]
-    try:
-        with in_dtype(wide, torch.bfloat16):
-            yield
-    finally:
-        model.config.dtype = config_dtype
-
-
-def round_to_half_(model: Any) -> None:
-    """Round parameters to the values that they have when saved at half precision."""
-    with at_half_precision(model):
-        pass

@@ -112,6 +112,7 @@ class OperatorConfig(Config):
         Wrappers override this to keep ``source`` inside. The result has the source's device, dtype, training mode and
         ``requires_grad``.
         """
+        check_value("init", init, Init)
         in_features, out_features = linear_features(source)
         reference = reference_parameter(source)
         has_bias = getattr(source, "bias", None) is not None

@@ -10,6 +10,7 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
+from relinear.contract.config import check_value
 from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features, reference_parameter
 from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
 from relinear.contract.parameter_roles import ParamRole
@@ -50,6 +51,7 @@ class WrapperConfig(OperatorConfig):
         The resulting config contains the inner operator's, so that a checkpoint can rebuild it from the stock layer.
         ``init="from_weight"`` also makes the wrapper neutral, if it can be, so that it computes what ``source`` does.
         """
+        check_value("init", init, Init)
         inner: nn.Module = source if self.base is None else self.base.convert(source, init)
         resolved = self.replace(base=inner.config) if isinstance(inner, Operator) else self
         in_features, out_features = linear_features(source)
