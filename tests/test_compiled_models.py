@@ -34,8 +34,13 @@ fit_file = importlib.import_module("relinear.training.fitting")
 BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(1))
 #: of every operator the first case
 KINDS = {case.config.kind: case for case in reversed(CASES)}
-ATTACHED = {kind: cls for kind, cls in residual.ReZero.kinds().items() if cls.__module__.startswith("relinear.")} | {
-    "layer_bias": lambda: LayerBias(layers=("lm_head",))
+ATTACHED = {
+    **{
+        kind: cls
+        for kind, cls in residual.ReZero.kinds().items()
+        if cls.__module__.startswith("relinear.") and kind != "separate_experts"  # of a mixture of experts
+    },
+    "layer_bias": lambda: LayerBias(layers=("lm_head",)),
 }
 
 

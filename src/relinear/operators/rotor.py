@@ -92,11 +92,17 @@ class _HiddenStep(nn.Module):
 
 
 class RotorLinear(Operator):
-    """y = sum_w r_w x s_w~ + bias (depth 0), or the paper's network of such layers (depth >= 1).
+    """y = sum_w r_w x s_w~ + bias (depth 0), or the paper's network of such sandwiches (depth >= 1)::
 
-    ``entry`` holds the parameters of a ``SandwichSum``. With depth >= 1 there are also ``hidden.k.rotors``,
-    ``hidden.k.mix`` (W,), ``hidden.k.slopes`` (W,) and ``exit``. ``slope`` (1,) belongs to the entry layer's PReLU or,
-    if slopes are shared, to all. ``bias`` (O,) is optional. ``forward`` takes the first of these paths that can run::
+        z_0 = r x s~                                               entry
+        z_k = sum_w mix_kw phi(P_kw norm(r_kw z_(k-1) s_kw~))      hidden, k = 1 .. depth
+        y   = r z_depth s~ + bias                                  exit
+
+    phi is the activation, P_kw a fixed permutation. ``functional.rotor.rotor_network`` is the reference: all paths of
+    ``forward`` compute it. ``entry`` holds the parameters of a ``SandwichSum``. With depth >= 1 there are also
+    ``hidden.k.rotors``, ``hidden.k.mix`` (W,), ``hidden.k.slopes`` (W,) and ``exit``. ``slope`` (1,) belongs to the
+    entry layer's PReLU or, if slopes are shared, to all. ``bias`` (O,) is optional. ``forward`` takes the first of
+    these paths that can run::
 
         dense_product       linear maps in inference: one cached dense matrix
         _fused_network      depth >= 1: one kernel for all layers; parameters that are cached are converted for it once
