@@ -25,8 +25,8 @@ from relinear.contract.operator import Operator, OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import locate_model
+from relinear.settings.config_text import parse_config_text
 from relinear.settings.messages import did_you_mean, quoted
-from relinear.settings.setting_text import parse_setting
 from relinear.settings.yaml_settings import apply_overrides, parse_overrides, read_yaml
 
 LOW = relinear.LowRank(rank=2)
@@ -285,7 +285,7 @@ def test_nested_text_is_still_read():
     text = "transponder:rank=8,base=(transponder:rank=4,base=(low_rank:rank=2))"
     inner = relinear.Transponder(rank=4, base=relinear.LowRank(rank=2))
     assert OperatorConfig.read(text) == relinear.Transponder(rank=8, base=inner)
-    assert parse_setting('a:b={"c": 1, "d": [2]}') == {"kind": "a", "b": {"c": 1, "d": [2]}}
+    assert parse_config_text('a:b={"c": 1, "d": [2]}') == {"kind": "a", "b": {"c": 1, "d": [2]}}
 
 
 @pytest.mark.parametrize(

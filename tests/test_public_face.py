@@ -96,6 +96,9 @@ def test_an_operator_of_0_2_finds_what_it_imports() -> None:
     from relinear.core.objective import GuidedTraining
 
     assert GuidedTraining is relinear.hf.training_loss.ModelWithObjective
+    from relinear.core.config import parse_setting
+
+    assert parse_setting("hdpl:rank=8") == {"kind": "hdpl", "rank": 8}
     with pytest.raises(ImportError, match=r"relinear\.core\.nothing"):
         import_module("relinear.core.nothing")
 

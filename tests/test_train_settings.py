@@ -6,7 +6,7 @@ import pytest
 
 from relinear import LowRank
 from relinear.settings.base import Settings
-from relinear.settings.setting_text import parse_setting
+from relinear.settings.config_text import parse_config_text
 from relinear.system.allocator import tune_allocator
 from relinear.training import TrainSettings
 
@@ -32,14 +32,14 @@ class Outer(Settings):
         ),
     ],
 )
-def test_parse_setting(text, expected):
-    assert parse_setting(text) == expected
+def test_parse_config_text(text, expected):
+    assert parse_config_text(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:b", "a:b=1,b=2", "a:b=(c", "a:b=1,", "3:b=1", "a b", "a:b=c)"])
-def test_parse_setting_refuses(text):
+def test_parse_config_text_refuses(text):
     with pytest.raises(ValueError):
-        parse_setting(text)
+        parse_config_text(text)
 
 
 def test_unknown_keys_name_the_nearest():

@@ -238,12 +238,11 @@ class _Modulator(nn.Module):
 
 def _layer(setting: str, tokens: int, width: int) -> tuple[nn.Module, int | None]:
     """The operator as a square layer, and the width of the context that it reads."""
-    from relinear.contract.config import parse_setting
     from relinear.contract.operator import OperatorConfig
 
     if setting == "cgt":
         return _Modulator(width, tokens), None
-    config: Any = OperatorConfig.from_dict(parse_setting(setting))
+    config: Any = OperatorConfig.read(setting)
     return config.build(width, width, bias=False), config.context_dim if config.conditioned else None
 
 
@@ -365,8 +364,6 @@ def _text(megabytes: int = 16) -> Tensor:
 
 
 def _model(name: str, plan: Plan) -> Any:
-    from relinear.contract.config import parse_setting
-    from relinear.contract.operator import OperatorConfig
     from relinear.models import from_preset
     from relinear.surgery.plan import replace_
 
@@ -374,8 +371,7 @@ def _model(name: str, plan: Plan) -> Any:
     torch.manual_seed(0)
     model = from_preset(preset, **(TINY if plan.shrink > 1 else {}))
     if operators:
-        mapping = {target: OperatorConfig.from_dict(parse_setting(text)) for target, text in operators.items()}
-        replace_(model, mapping, init="fresh")
+        replace_(model, operators, init="fresh")
     return model.to(plan.device)
 
 

@@ -89,6 +89,7 @@ _RENAMED = {
     ("relinear.contract.auxiliary_losses", "IGNORED_LABEL"): "relinear.hf.labels:IGNORED_LABEL",
     ("relinear.contract.auxiliary_losses", "share_of_batch"): "relinear.hf.labels:share_of_batch",
     ("relinear.contract.config", "layer_indices"): "relinear.hf.model_layout:layer_indices",
+    ("relinear.contract.config", "parse_setting"): "relinear.settings.config_text:parse_config_text",
     ("relinear.explore.explored_model", "prepare_subject"): "load_explored_model",
     ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:ModelWithObjective",
     ("relinear.contract.objective", "kl_terms"): "relinear.evaluate.losses:kl_terms",

@@ -142,7 +142,7 @@ def _changed_settings(
 
 def _resized(values: dict[str, Any], match: str | None) -> dict[str, Any]:
     """Return ``values`` with entries that ``--match`` may resize, whatever the recipe's own match may."""
-    from relinear.settings.setting_text import keeps_layer
+    from relinear.settings.config_text import keeps_layer
 
     def resized(entry: Any) -> Any:
         if match == "bytes" and isinstance(entry, dict) and entry.get("resize") == "fixed":

@@ -135,8 +135,8 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     Raises:
         ValueError: if a text does not have this format, or if a pattern occurs twice.
     """
+    from relinear.settings.config_text import keeps_layer, parse_config_text
     from relinear.settings.messages import quoted
-    from relinear.settings.setting_text import keeps_layer, parse_setting
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
@@ -148,7 +148,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
         pattern, setting = ("all-linear", text) if bare else (head, rest)
         if pattern in mapping:
             raise ValueError(f"pattern {quoted(pattern)} is given twice")
-        mapping[pattern] = None if keeps_layer(setting) else parse_setting(setting)
+        mapping[pattern] = None if keeps_layer(setting) else parse_config_text(setting)
     return mapping
 
 

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 from relinear.compare.recipe import SHORT_FORMS, true_as
 from relinear.data.tasks import task_of
 from relinear.settings.base import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
+from relinear.settings.config_text import keeps_layer, parse_config_text
 from relinear.settings.messages import did_you_mean, quoted
-from relinear.settings.setting_text import keeps_layer, parse_setting
 from relinear.settings.yaml_settings import apply_overrides, read_yaml, without_key
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
@@ -61,7 +61,7 @@ _Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_lengt
 
 def _read_operator(value: Any) -> Any:
     if isinstance(value, str):
-        return None if keeps_layer(value) else parse_setting(value)
+        return None if keeps_layer(value) else parse_config_text(value)
     return value
 
 

@@ -116,8 +116,8 @@ class CompressPlan:
             if not (is_replaceable(module) or is_embedding(module)) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {quoted(name)}; the plan is for another model")
             try:
-                setting = layer.get("operator")
-                operator = None if setting is None else OperatorConfig.read(setting, is_record=True)
+                config = layer.get("operator")
+                operator = None if config is None else OperatorConfig.read(config, is_record=True)
                 if operator is not None:
                     check_fittable(operator, module)
                 layer_plan = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)

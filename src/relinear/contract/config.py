@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, g
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
+from relinear.settings.config_text import parse_config_text
 from relinear.settings.messages import did_you_mean, quoted, validation_message
-from relinear.settings.setting_text import parse_setting
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 #: registered class -> its settings' annotations by name
@@ -190,10 +190,10 @@ class Config:
         """Return a config from text of the command line or from a mapping, as ``from_dict``; a config is returned.
 
         Raises:
-            ValueError: as ``parse_setting`` and ``from_dict``.
+            ValueError: as ``parse_config_text`` and ``from_dict``.
         """
         if isinstance(config, str):
-            return cls.from_dict(parse_setting(config))
+            return cls.from_dict(parse_config_text(config))
         return config if isinstance(config, cls) else cls.from_dict(config, is_record=is_record)  # type: ignore
 
     @classmethod

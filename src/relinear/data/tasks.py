@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 
 from relinear.contract.config import Config, Count, NonNegative, check_value, register
 from relinear.hf.labels import IGNORED_LABEL
+from relinear.settings.config_text import parse_config_text
 from relinear.settings.messages import did_you_mean, quoted
-from relinear.settings.setting_text import parse_setting
 
 SYMBOLS = "0123456789*=+-|#"
 #: number of samples for training, and for evaluation if ``max_validation_tokens`` does not limit it
@@ -61,7 +61,7 @@ def task_of(data: Any) -> Task | None:
     if kind not in Task.kinds():
         known = [kind.replace("_", "-") for kind in Task.kinds()]
         raise ValueError(f"unknown task {quoted(name)}; {did_you_mean(name, known)}")
-    return Task.from_dict(parse_setting(f"{kind}{colon}{rest}"))
+    return Task.from_dict(parse_config_text(f"{kind}{colon}{rest}"))
 
 
 class Samples(Dataset):

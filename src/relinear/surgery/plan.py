@@ -22,8 +22,8 @@ from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import check_not_quantized, finish_surgery_
 from relinear.hf.model_config import loaded_from
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
+from relinear.settings.config_text import keeps_layer
 from relinear.settings.messages import quoted, warn_user
-from relinear.settings.setting_text import keeps_layer
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import (
@@ -166,7 +166,7 @@ def plan(
     check_value("init", init, Init)
     if not isinstance(mapping, Mapping) or not mapping:
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
-    configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
+    configs = {pattern: _operator_config(pattern, config) for pattern, config in mapping.items()}
     check_not_quantized(model)
     targets, skipped = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements, holders = [], parameter_holders(model)
@@ -248,11 +248,11 @@ def _wraps_replaced_layer(config: OperatorConfig | None) -> bool:
     return config is None
 
 
-def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
-    if setting is None or (isinstance(setting, str) and keeps_layer(setting)):
+def _operator_config(pattern: Any, config: Any) -> OperatorConfig | None:
+    if config is None or (isinstance(config, str) and keeps_layer(config)):
         return None
     try:
-        return OperatorConfig.read(setting)
+        return OperatorConfig.read(config)
     except ValueError as error:
         raise ValueError(f"{quoted(pattern)}: {error}") from None
 

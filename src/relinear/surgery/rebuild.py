@@ -44,10 +44,10 @@ def check_record(values: Mapping[str, Any]) -> None:
     if (packed := values.get("packed")) not in (None, *(packed_record(bits) for bits in range(2, 9))):
         raise ValueError(f"relinear checkpoint: packed must be like {packed_record(4)}, got {quoted(packed)}")
     try:
-        for setting in operators.values():
-            OperatorConfig.from_dict(setting, is_record=True)
-        for setting in attached:
-            AttachmentConfig.from_dict(setting, is_record=True)
+        for config in operators.values():
+            OperatorConfig.from_dict(config, is_record=True)
+        for config in attached:
+            AttachmentConfig.from_dict(config, is_record=True)
     except UnknownKindError as error:
         raise ValueError(f"relinear checkpoint: {error}{_package_advice(values.get('packages'))}") from None
 
@@ -184,8 +184,8 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     """
     present = [*attachments(model)]
     for values in settings.attachments:
-        setting = AttachmentConfig.from_dict(values, is_record=True)
-        wanted = setting.for_model(model) if has_another_head(model) else setting
+        attachment = AttachmentConfig.from_dict(values, is_record=True)
+        wanted = attachment.for_model(model) if has_another_head(model) else attachment
         if wanted in present:
             present.remove(wanted)
         elif wanted is not None:

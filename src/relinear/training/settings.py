@@ -147,7 +147,7 @@ class TrainSettings(FitSettings):
         model_init: how a preset's own weights are drawn: "config", as transformers draws them, with the config's
             ``initializer_range``; "torch", as in code that leaves linear layers as torch makes them and gives the
             embeddings the weights of the head (the HDPL paper's does), see ``relinear.models.draw_as_torch_``.
-        operators: pattern -> operator setting, as a mapping with ``kind`` or as text (``"hdpl:rank=128,blocks=8"``);
+        operators: pattern -> operator, as a mapping with ``kind`` or as text (``"hdpl:rank=128,blocks=8"``);
             None leaves a layer alone. Patterns as in ``relinear.replace_``.
         layers: decoder layers by number; None takes all, as in ``relinear.replace_``.
         exclude: patterns of layers that stay.
@@ -186,7 +186,7 @@ class TrainSettings(FitSettings):
     @property
     def attachment_configs(self) -> tuple[AttachmentConfig, ...]:
         """Return ``attachments`` as configs."""
-        return tuple(AttachmentConfig.from_dict(setting) for setting in self.attachments)
+        return tuple(AttachmentConfig.from_dict(config) for config in self.attachments)
 
     @property
     def tokens_per_step(self) -> int:

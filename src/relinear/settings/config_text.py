@@ -1,4 +1,4 @@
-"""Parse settings written as text, as on the command line: ``hdpl:rank=128,blocks=8``."""
+"""Parse configs written as text, as on the command line: ``hdpl:rank=128,blocks=8``."""
 
 import json
 from typing import Any
@@ -6,31 +6,31 @@ from typing import Any
 from relinear.settings.messages import quoted
 
 
-def parse_setting(text: str) -> dict[str, Any]:
+def parse_config_text(text: str) -> dict[str, Any]:
     """Parse ``kind:key=value,key=value`` into a mapping for ``Config.from_dict``.
 
-    Values are JSON scalars or lists, ``none``, bare words (strings), or a nested setting in parentheses:
+    Values are JSON scalars or lists, ``none``, bare words (strings), or a nested config in parentheses:
     ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and
-    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one setting in another. Kinds and keys are not checked here but
+    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one config in another. Kinds and keys are not checked here but
     by ``from_dict``.
 
     Raises:
         ValueError: if the text does not have this form.
     """
     kind, colon, rest = text.strip().partition(":")
-    setting: dict[str, Any] = {"kind": kind.strip()}
+    config: dict[str, Any] = {"kind": kind.strip()}
     parts = _split(rest, text) if colon else []
     if not kind.strip().isidentifier() or (colon and not parts):
-        example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
-        raise ValueError(f"{quoted(text)} is not a setting; {example}")
+        example = "write it as kind:key=value,key=value, as in hdpl:rank=128,blocks=8"
+        raise ValueError(f"{quoted(text)} names no kind with its settings; {example}")
     for part in parts:
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key.isidentifier() or not value:
             raise ValueError(f"{quoted(text)}: expected key=value, got {quoted(part.strip())}")
-        if key in setting:
+        if key in config:
             raise ValueError(f"{quoted(text)}: {quoted(key)} is given twice")
-        setting[key] = _parse_value(value)
-    return setting
+        config[key] = _parse_value(value)
+    return config
 
 
 def keeps_layer(text: str) -> bool:
@@ -55,7 +55,7 @@ def _split(text: str, whole: str) -> list[str]:
 
 def _parse_value(text: str) -> Any:
     if text.startswith("(") and text.endswith(")"):
-        return parse_setting(text[1:-1])
+        return parse_config_text(text[1:-1])
     if text.lower() in ("true", "false", "none", "null"):
         return {"true": True, "false": False}.get(text.lower())
     try:
