@@ -9,8 +9,7 @@ import relinear
 import relinear.operators.low_rank
 import relinear.surgery.fold
 from conftest import make_tiny_llama
-from relinear.activations import Patch, intervene
-from relinear.activations.hooks import HasHookPoints
+from relinear.activations import Activation, HasHookPoints, LatentOperator, Patch, intervene
 from relinear.bench.run import BenchSettings
 from relinear.contract import config as registry
 from relinear.contract.calibration_statistics import CalibrationStatistics
@@ -111,6 +110,22 @@ def test_a_module_with_taps_is_read_through_its_hooks() -> None:
     module = torch.nn.Sequential(OldGate())
     with intervene(module, {"gate": Patch(1.0)}), pytest.warns(DeprecationWarning, match="_tapped has a new name"):
         assert torch.equal(module(torch.zeros(2, 3)), torch.ones(2, 3))
+
+
+def test_an_operator_with_a_latent_tap_is_read_through_it() -> None:
+    class OldLatent(type(relinear.LowRank(rank=2).build(4, 4)), LatentOperator):
+        latent_size = 2
+
+        def forward(self, x):
+            z = x @ self.down.T
+            return (z if self._latent_tap is None else self._latent_tap(Activation(z, z, z))) @ self.up.T
+
+    module = torch.nn.Sequential(OldLatent(relinear.LowRank(rank=2), 4, 4, bias=False))
+    with (
+        intervene(module, {"0": Patch(0.0)}),
+        pytest.warns(DeprecationWarning, match=r'_latent_tap .*: hooked\("latent"'),
+    ):
+        assert not module(torch.ones(1, 4)).any()
 
 
 def test_progress_has_the_names_of_the_version_before() -> None:

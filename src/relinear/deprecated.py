@@ -162,7 +162,6 @@ _ATTRIBUTES_OF_0_2 = {
         "_is_edited": "is_intervened",
     },
     "Inject": {"source": "value"},
-    "LatentOperator": {"_latent_tap": "_latent_hook"},
     "Operator": {
         "from_linear": "fit_to_linear_",
         "from_moments": "fit_to_calibration_",

@@ -26,7 +26,7 @@ from relinear.contract.auxiliary_mixin import is_recomputing
 from relinear.contract.input_checks import check_model
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.deprecated import adopt_renamed_attributes, with_attributes_of_0_2
+from relinear.deprecated import adopt_renamed_attributes, warn_renamed, with_attributes_of_0_2
 from relinear.settings.messages import did_you_mean, quoted
 
 #: kinds of hook points, and the names of the values in their modules; a latent is called by its module's name alone
@@ -149,7 +149,6 @@ class HasHookPoints:
         return {**state, ACTIVATION_HOOKS: None}
 
 
-@with_attributes_of_0_2
 class LatentOperator(HasHookPoints, Operator):
     """Base of operators with a latent: ``forward`` passes it through ``hooked("latent", ...)``, then decodes it."""
 
@@ -161,7 +160,8 @@ class LatentOperator(HasHookPoints, Operator):
         raise NotImplementedError(f"{type(self).__name__} does not implement latent_size")
 
     @property
-    def _latent_hook(self) -> ActivationHook | None:  # operators of 0.2 call it
+    def _latent_tap(self) -> ActivationHook | None:  # operators of 0.2 call it
+        warn_renamed(f"{type(self).__name__}._latent_tap", 'hooked("latent", ...)')
         return (self.activation_hooks or {}).get(LATENT)
 
     def hook_sizes(self) -> dict[str, int]:

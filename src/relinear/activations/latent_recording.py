@@ -166,7 +166,9 @@ def _stored_around(model: nn.Module) -> Mapping[str, Activation]:
         DeprecationWarning,
         stacklevel=4,
     )
-    hooks = [operator._latent_hook for operator in latent_operators(model).values()]
-    observers: list[Any] = [observer for hook in hooks if hook is not None for observer in hook.observers]
+    hooks = [
+        hook for operator in latent_operators(model).values() for hook in (operator.activation_hooks or {}).values()
+    ]
+    observers: list[Any] = [observer for hook in hooks for observer in hook.observers]
     owners = [getattr(observer.func, "__self__", None) for observer in observers]  # partials, made by ``observe``
     return next((owner for owner in reversed(owners) if isinstance(owner, Latents)), {})
