@@ -51,8 +51,10 @@ def test_unknown_keys_name_the_nearest():
         Outer.load({"steps": "many"})
     with pytest.raises(ValueError, match="expected a mapping"):
         Outer.load([1])
-    with pytest.raises(ValueError, match="did you mean 'steps'"):
+    with pytest.raises(ValueError, match=r"^Outer: unknown setting 'step'; did you mean 'steps'[?]$"):
         Outer(step=3)
+    with pytest.raises(ValueError, match=r"^Outer: data\.sequence_length must be a whole number, got 'x'$"):
+        Outer(data={"sequence_length": "x"})
 
 
 def test_replace_checks_again():

@@ -46,11 +46,19 @@ def size_in_bytes(text: Any) -> float | None:
 class Settings(BaseModel):
     """Base of all user settings: frozen, without unknown keys, checked on creation.
 
-    An unknown key raises an error that names the nearest known key. Use ``load`` for what a user wrote: it raises one
-    ValueError with a line for each error instead of pydantic's report.
+    Wrong settings raise one ValueError with a line for each error, in which an unknown key names the nearest known one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(f"{type(self).__name__}: {validation_message(error)}") from None
+
+    # pydantic calls any other ``__init__`` for nested settings, too, whose errors would lose their location
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod
