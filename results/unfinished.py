@@ -53,7 +53,7 @@ def told(folder: Path) -> dict[str, Any]:
         "seed": run["settings"]["seed"],
         "learning_rate": run["settings"]["learning_rate"],
         "initializer_range": run["settings"]["model_overrides"].get("initializer_range"),
-        "warmup": TrainSettings.load(run["settings"]).warmup,
+        "warmup": TrainSettings.load(run["settings"], is_record=True).warmup,
         "steps": run["settings"]["steps"],
         "steps_taken": rows[-1]["step"] if rows else 0,
         "validation_loss": result.get("validation_loss"),
