@@ -61,7 +61,8 @@ def commands(text: str, *with_: str) -> str:
 def way_in(start: str) -> str:
     """The part of README that begins with these bold words, up to the next bold words or heading."""
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    return re.split(r"^(?:\*\*|#)", text.split(f"\n**{start}", maxsplit=1)[1], maxsplit=1, flags=re.M)[0]
+    after = re.split(rf"^\*\*\[?{start}", text, maxsplit=1, flags=re.M)[1]
+    return re.split(r"^(?:\*\*|#)", after, maxsplit=1, flags=re.M)[0]
 
 
 @pytest.fixture
