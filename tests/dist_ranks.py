@@ -49,6 +49,7 @@ def others(family, named, part):
     from relinear.models import heads  # noqa: F401  registers its kind
 
     own = {kind: cls for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
+    own.pop("separate_experts", None)  # of a mixture of experts
     return {kind: part(cls()) for kind, cls in own.items() if kind not in named}
 
 

@@ -160,7 +160,7 @@ def test_every_command_knows_an_installed_operator(written, installed, tmp_path)
     assert "Comparison: two_thin" in (tmp_path / "runs" / "compare" / "report.html").read_text(encoding="utf-8")
     one = "--shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward --rounds 3"
     assert "two_thin:rank=4" in command(f"bench --operator two_thin:rank=4 {one} --out runs/bench")
-    small = "--keep 0.8 --tokens 512 --allow-slower"
+    small = "--keep 0.8 --tokens 512"
     command(f"compress runs/dense/model --data books --candidates two_thin {small} --out runs/small")
     command("report runs/own runs/compare runs/bench runs/small --out all.html")
     assert "two_thin" in (tmp_path / "all.html").read_text(encoding="utf-8")

@@ -180,6 +180,8 @@ def _file_sources(
 ) -> dict[str, Source]:
     """Return sources for files of one format by split; the files are read when the first document is requested."""
     builder, options = _BUILDERS.get(file_format, (file_format, {}))
+    if builder == "text":
+        settings = settings.replace(text_column=None)  # plain text has no columns to choose from
     files = list(itertools.chain(*parts.values()))
     key = [file_format, _file_keys(files)]
     files_by_split = {
