@@ -209,6 +209,20 @@ def test_methods_that_start_as_the_stock_model(make, method, dtype):
     assert torch.equal(model(IDS).logits, before)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_models_decode_after_for_inference_as_before(method):
+    """Some methods replace the norms that the fused decoder layer of quantized layers would read."""
+    model = treated(make_tiny_llama, method)
+    relinear.replace_(model, {"all-linear": relinear.Quantized()}, init="from_weight")
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        relinear.for_inference_(model)
+        past = model(ids[:, :-1], use_cache=True).past_key_values
+        got = model(ids[:, -1:], past_key_values=past).logits
+    assert (got - expected[:, -1:]).norm() < 0.02 * expected[:, -1:].norm()  # inputs are rounded to 8 bits
+
+
 @pytest.mark.parametrize("targets", [["o_proj"], "all-linear"], ids=str)
 def test_a_lora_on_what_a_gate_precedes_computes_what_its_merge_does(targets):
     peft = pytest.importorskip("peft")

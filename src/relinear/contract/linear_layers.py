@@ -19,13 +19,14 @@ _SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
 _ORDINARY = (nn.Parameter, Tensor)
 
 
-def _class_name(module: Any) -> str:
+def class_name(module: Any) -> str:
+    """Return the class of ``module`` with its Python module, to compare without importing it."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def is_conv1d(module: Any) -> bool:
     """Return whether ``module`` is GPT-2's transposed linear."""
-    return _class_name(module) == _CONV1D
+    return class_name(module) == _CONV1D
 
 
 def is_stock_linear(module: Any) -> bool:
@@ -33,7 +34,7 @@ def is_stock_linear(module: Any) -> bool:
 
     Other subclasses of nn.Linear are not: they may compute something else.
     """
-    return type(module) is nn.Linear or _class_name(module) in _STOCK
+    return type(module) is nn.Linear or class_name(module) in _STOCK
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
@@ -46,7 +47,7 @@ def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
 
 def is_embedding(module: Any) -> bool:
     """Return whether ``module`` is a stock embedding, which only looks up rows of its weight and scales them."""
-    stock = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
+    stock = type(module) is nn.Embedding or _SCALED.fullmatch(class_name(module)) is not None
     return stock and module.max_norm is None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from relinear.contract.inference import PREPARATIONS, ParameterCache
+from relinear.contract.linear_layers import class_name
 from relinear.kernels.implementations import Call
 from relinear.kernels.native import calls, rows_unsupported
 from relinear.kernels.quantized import unsupported_reason
@@ -24,6 +25,7 @@ _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_
 _LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 #: class that the fused forward replaces; importing transformers' module takes time
 _LLAMA = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+_NORM = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
 
 
 class _Calls(NamedTuple):
@@ -88,8 +90,10 @@ def _matrices(layer: nn.Module) -> list[tuple[Any, ...]]:
 
 def fused_llama(layer: Any) -> FusedDecoderLayer | None:
     """Return the fused forward of a Llama decoder layer whose linear layers are all quantized; None for others."""
-    config, is_float32 = layer.self_attn.config, layer.input_layernorm.weight.dtype == torch.float32
-    supported = is_float32 and config.hidden_act == "silu" and config._attn_implementation == "sdpa"
+    config, norms = layer.self_attn.config, (layer.input_layernorm, layer.post_attention_layernorm)
+    if any(class_name(norm) != _NORM or norm.weight.dtype != torch.float32 for norm in norms):
+        return None  # a residual method has replaced a norm
+    supported = config.hidden_act == "silu" and config._attn_implementation == "sdpa"
     patched = not isinstance(layer.__dict__.get("forward"), FusedDecoderLayer | None)
     return FusedDecoderLayer(layer) if supported and not patched and _matrices(layer) else None
 
@@ -97,7 +101,7 @@ def fused_llama(layer: Any) -> FusedDecoderLayer | None:
 def fuse_layers_(model: nn.Module) -> None:
     """Give the Llama decoder layers of ``model`` their fused forward, where there is one."""
     for layer in model.modules():
-        if f"{type(layer).__module__}.{type(layer).__qualname__}" == _LLAMA and (forward := fused_llama(layer)):
+        if class_name(layer) == _LLAMA and (forward := fused_llama(layer)):
             layer.forward = forward  # stays in place: without caches it calls the class's forward
 
 
