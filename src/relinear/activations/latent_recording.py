@@ -32,10 +32,6 @@ class Latents(dict[str, Activation]):
         hint = did_you_mean(name, self) if self else "no forward has run within the block"
         raise KeyError(f"no latent {name!r}; {hint}")
 
-    def store(self, name: str, latent: Activation) -> None:
-        """Store the latent of operator ``name``, in place of an earlier one."""
-        self[name] = latent
-
 
 def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """Read latents of the last forward within the block.
@@ -64,7 +60,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """
     check_model(model, "latents")
     stored = Latents()
-    return _stored_within(stored, observe(model, stored.store))
+    return _stored_within(stored, observe(model, stored.__setitem__))
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def register(cls: C) -> C:
 
 def _annotations(cls: type[Config], local_names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the annotations of a config's settings; ``local_names`` are those of the function that defines it."""
-    found: dict[str, Any] = {}
+    annotations: dict[str, Any] = {}
     settings = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for base in reversed(cls.__mro__):
         names = {**local_names, cls.__name__: cls} if base.__module__ == cls.__module__ else None
@@ -99,14 +99,14 @@ def _annotations(cls: type[Config], local_names: Mapping[str, Any]) -> dict[str,
                 continue
             one = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
             try:
-                found |= typing.get_type_hints(one, localns=names, include_extras=True)
+                annotations |= typing.get_type_hints(one, localns=names, include_extras=True)
             except NameError as error:
                 advice = f"{error}; import it at runtime, not under TYPE_CHECKING"
                 raise ValueError(f"register: the annotation of {cls.__name__}.{name}: {advice}") from None
-            if not _is_json(found[name]):
+            if not _is_json(annotations[name]):
                 advice = "annotate it as bool, int, float, str, Literal, a tuple (not a list) or a config of these"
                 raise ValueError(f"register: {cls.__name__}.{name} cannot be read back from JSON; {advice}")
-    return found
+    return annotations
 
 
 def _is_json(annotation: Any) -> bool:
