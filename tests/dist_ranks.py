@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 import relinear
 import relinear.surgery.parallel
-from conftest import make_tiny_llama
+from conftest import kinds_for_dense_models, make_tiny_llama
 from relinear.hf.training_loss import ModelWithObjective
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
@@ -48,9 +48,7 @@ def others(family, named, part):
     """A row for every kind of ours that has none yet, with its defaults."""
     from relinear.models import heads  # noqa: F401  registers its kind
 
-    own = {kind: cls for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
-    own.pop("separate_experts", None)  # of a mixture of experts
-    return {kind: part(cls()) for kind, cls in own.items() if kind not in named}
+    return {kind: part(cls()) for kind, cls in kinds_for_dense_models(family).items() if kind not in named}
 
 
 PARTS |= others(

@@ -15,7 +15,7 @@ from transformers import CompileConfig, TrainerCallback
 
 import relinear
 from cases import CASES, model_with
-from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
+from conftest import kinds_for_dense_models, make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear import contract, residual
 from relinear.bench import models as bench_file
 from relinear.bench.models import ModelBenchSettings, bench_models
@@ -35,11 +35,7 @@ BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(
 #: of every operator the first case
 KINDS = {case.config.kind: case for case in reversed(CASES)}
 ATTACHED = {
-    **{
-        kind: cls
-        for kind, cls in residual.ReZero.kinds().items()
-        if cls.__module__.startswith("relinear.") and kind != "separate_experts"  # of a mixture of experts
-    },
+    **kinds_for_dense_models(residual.ReZero),
     "layer_bias": lambda: LayerBias(layers=("lm_head",)),
 }
 

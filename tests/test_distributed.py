@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import relinear
-from conftest import mostly_slow
+from conftest import kinds_for_dense_models, mostly_slow
 from dist_ranks import MODELS, PARTS, PLANNED, SETTINGS, SPLIT, built, one_step, run_rank, step_by_hand
 from relinear.training import fit
 from train_helpers import DATA, Tokens
@@ -80,8 +80,7 @@ def test_every_operator_and_attachment_has_its_row():
         kinds["operator"] |= {config.kind for config in mapping.values()}
         kinds["attachment"] |= {config.kind for config in attached}
     for name, family in {"operator": relinear.LowRank, "attachment": relinear.residual.ReZero}.items():
-        own = {kind for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
-        assert own - {"separate_experts"} == kinds[name], name  # which needs a mixture of experts
+        assert kinds_for_dense_models(family).keys() == kinds[name], name
 
 
 #: with losses and noise, with a context and what reads it, and with an objective of its own
