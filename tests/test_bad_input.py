@@ -536,7 +536,7 @@ def with_latents():
         (None, ["a mapping", "None"]),
         ([relinear.activations.Clamp(-1, 1)], ["a mapping"]),
         ({"q_porj": relinear.activations.Clamp(-1, 1)}, ["'q_porj'", "q_proj"]),
-        ({3: relinear.activations.Clamp(-1, 1)}, ["3", "q_proj"]),
+        ({3: relinear.activations.Clamp(-1, 1)}, ["a non-empty string", "3"]),
         ({"q_proj": 3}, ["q_proj", "Clamp", "3"]),
         ({"q_proj": "clamp"}, ["q_proj", "'clamp'"]),
         ({"q_proj": [None]}, ["q_proj", "None"]),

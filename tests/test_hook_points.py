@@ -65,17 +65,12 @@ def model(request):
 def run(model, interventions=None):
     seen = {}
     points = hook_points(model, outputs=True)
-    hooks = [hooks_of(point) for point in points.values()]
+    hooks = [point.hook for point in points.values()]
     watched = observe(model, lambda name, latent: seen.update({name: latent.z.clone()}), points)
     with activations.intervene(model, interventions or {"lm_head.output": []}), watched:
         logits = model(IDS).logits
-    assert [hooks_of(point) for point in points.values()] == hooks
+    assert [point.hook for point in points.values()] == hooks
     return logits, seen
-
-
-def hooks_of(point):
-    """Return the hooks that its module has."""
-    return getattr(point.module, "activation_hooks", None), list(point.module._forward_hooks.values())
 
 
 def test_reading_changes_nothing_and_sees_every_token(model) -> None:
@@ -152,7 +147,7 @@ def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
 def test_hooks_are_removed_if_one_of_them_cannot_be_set(monkeypatch) -> None:
     model = with_latents()
     points = hook_points(model, outputs=True)
-    before = [hooks_of(point) for point in points.values()]
+    before = [point.hook for point in points.values()]
 
     def fails(hook):
         raise RuntimeError("no hooks here")
@@ -160,28 +155,42 @@ def test_hooks_are_removed_if_one_of_them_cannot_be_set(monkeypatch) -> None:
     monkeypatch.setattr(list(points.values())[-1].module, "register_forward_hook", fails)
     with pytest.raises(RuntimeError, match="no hooks here"), observe(model, print, points):
         pass
-    assert [hooks_of(point) for point in points.values()] == before
+    assert [point.hook for point in points.values()] == before
 
 
-def test_a_layer_that_is_replaced_within_a_block_has_no_hook_after_it() -> None:
+def test_layers_are_not_replaced_within_a_block() -> None:
     model = with_latents().eval()
-    off = {"o_proj.output": activations.Patch(0.0), "q_proj": activations.Patch(0.0)}
-    old = model.model.layers[0].self_attn.q_proj
-    with activations.intervene(model, {"o_proj.output": activations.Add(1.0)}):
-        with activations.intervene(model, off):
-            relinear.replace_(model, {"o_proj": "pivoted_low_rank:rank=8", "q_proj": "low_rank:rank=4"}, init="fresh")
-            seen = outputs_of(model, "o_proj.output")
-            relinear.fold_(model, verbose=False)
-            assert all((value == 0).all() for value in (*seen, *outputs_of(model, "o_proj.output")))
-        with activations.intervene(model, {"o_proj.output": activations.Patch(0.0)}):
-            assert all((value == 0).all() for value in outputs_of(model, "o_proj.output"))
-        assert not any((value == 0).all() for value in outputs_of(model, "o_proj.output"))
-    assert old.activation_hooks is None
-    assert not any(layer.self_attn.o_proj._forward_hooks for layer in model.model.layers)
+    planned = relinear.plan(model, {"v_proj": "low_rank:rank=4"}, init="from_weight")
+    blocks = (
+        activations.latents(model),
+        observe(model, print, "v_proj.output"),
+        activations.intervene(model, {"q_proj": activations.Patch(0.0)}),
+    )
+    for block in blocks:
+        for surgery in (planned.apply_, lambda: relinear.fold_(model)):
+            with block, pytest.raises(ValueError, match=r"q_proj has a hook|v_proj\.output has a hook"):
+                surgery()
+    planned.apply_()
+    relinear.fold_(model, verbose=False)
+
+
+def test_a_block_finds_its_points_when_it_begins_and_may_be_used_again() -> None:
+    model = with_latents().eval()
+    off = activations.intervene(model, {"o_proj.output": activations.Patch(0.0), "q_proj": activations.Patch(0.0)})
+    before = model(IDS).logits
+    relinear.replace_(model, {"o_proj": "pivoted_low_rank:rank=8", "q_proj": "hdpl:rank=6,blocks=4"}, init="fresh")
+    for _ in range(2):
+        with off, off:
+            assert all((value == 0).all() for name in ("o_proj.output", "q_proj") for value in values_of(model, name))
+    assert not any((value == 0).all() for value in values_of(model, "o_proj.output"))
+    relinear.replace_(model, {"q_proj": "low_rank:rank=4"}, init="fresh")
+    with pytest.raises(ValueError, match="is named 'q_proj'"), off:
+        pass
+    assert not before.equal(model(IDS).logits)
 
 
 @torch.no_grad()
-def outputs_of(model, name):
+def values_of(model, name):
     seen = []
     with observe(model, lambda name, activation: seen.append(activation.z), name):
         model(IDS)
@@ -234,6 +243,41 @@ def test_a_full_name_is_that_point_alone() -> None:
     assert seen == ["a.output"]
 
 
+def test_patterns_are_those_of_replace() -> None:
+    model = with_latents()
+    with activations.intervene(model, {r".*layers\.1\..*o_proj\.output": activations.Patch(0.0)}):
+        assert [bool((value == 0).all()) for value in values_of(model, "o_proj.output")] == [False, True]
+
+
+def test_points_of_an_adapted_model_have_the_names_of_a_stock_model() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = with_latents()
+    names = [f"base_model.model.{name}" for name in hook_points(model, outputs=True)]
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    points = hook_points(adapted, outputs=True)
+    assert sorted(name for name in points if "lora" not in name) == sorted(names)
+    layer = adapted.base_model.model.model.layers[0].self_attn.o_proj
+    outputs = []
+    handle = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
+    assert torch.equal(values_of(adapted, "layers.0.self_attn.o_proj.output")[0], outputs[0])  # with the adapter's part
+    handle.remove()
+    with activations.intervene(adapted, {"o_proj.output": activations.Patch(0.0), "q_proj": activations.Patch(0.0)}):
+        assert all((value == 0).all() for name in ("o_proj.output", "q_proj") for value in values_of(adapted, name))
+
+
+def test_gradient_checkpointing_is_noticed_in_a_model_within_another() -> None:
+    model = with_latents().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    outer = torch.nn.ModuleDict({"model": model})
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        activations.intervene(outer, {"q_proj": activations.Patch(0.0)})
+    block = activations.intervene(outer.eval(), {"q_proj": activations.Patch(0.0)})
+    outer.train()
+    with pytest.raises(ValueError, match="gradient checkpointing"), block:
+        pass
+
+
 class Own(activations.Intervention):
     def __init__(self, value):
         self.value = value
@@ -259,11 +303,12 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         "observe takes a model": lambda: observe(hook_points(model), print),
         "observe takes a function": lambda: observe(model, "o_proj.output"),
         "no operator with a latent.*o_proj.output": lambda: observe(model, print),
-        "is named 5": lambda: observe(model, print, 5),
+        "non-empty string, got 5": lambda: observe(model, print, 5),
         "number.* got 'a'": lambda: activations.Add("a"),
         "number.* got None": lambda: activations.Add(None),
         "number.*, got 'a'": lambda: activations.Clamp("a", 1),
         "swap": lambda: activations.Clamp(1, -1),
+        "nan": lambda: activations.Clamp(float("nan"), 1),
         "minimum": lambda: activations.Clamp(),
         r"mask\.nonzero": lambda: activations.Patch(0.0, dims=[True, False]),
         r"nonzero\(\)": lambda: activations.Patch(0.0, dims=torch.tensor([True, False])),

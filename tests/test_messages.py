@@ -20,8 +20,8 @@ from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
 from relinear.explore import server as explore_server
 from relinear.hf.model_source import missing_directory_message
+from relinear.settings.patterns import check_patterns, matches
 from relinear.settings.yaml_settings import read_value
-from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import os_errors_named
 from relinear.training import FitSettings, TrainSettings, fit
 from relinear_cli.errors import is_user_error, one_message

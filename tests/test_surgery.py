@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 import relinear
 from relinear.contract.linear_layers import dense_weight
 from relinear.operators.low_rank import LowRankLinear
-from relinear.surgery.patterns import patterns_of
+from relinear.settings.patterns import patterns_of
 from relinear.surgery.states import flat_states, load_states_, replace_with_states_
 from surgery_helpers import IDS, LOW, gpt2, llama, replaced
 

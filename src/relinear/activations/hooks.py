@@ -15,9 +15,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,11 @@ from relinear.contract.input_checks import check_model
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.deprecated import adopt_renamed_attributes, warn_renamed, with_attributes_of_0_2
+from relinear.hf.peft_models import is_adapted, stock_name
 from relinear.settings.messages import did_you_mean, quoted
+from relinear.settings.patterns import check_patterns, matches
+
+T = TypeVar("T")
 
 #: kinds of hook points, and the names of the values in their modules; a latent is called by its module's name alone
 OUTPUT = "output"
@@ -114,10 +118,8 @@ class ActivationHook:
 class HasHookPoints:
     """Give a module, such as a gate, hook points: its ``forward`` passes each value through ``hooked``.
 
-    It must stand before ``Operator`` or ``nn.Module`` among the bases.
-
     Attributes:
-        hook_kind: kind of the values, in one word.
+        hook_kind: kind of the values, in one word; that of the value "latent" is "latent".
         activation_hooks: the hooks by name; None if there are none, so that values need not be computed for them.
     """
 
@@ -129,7 +131,7 @@ class HasHookPoints:
         adopt_renamed_attributes(cls)
 
     def hook_sizes(self) -> dict[str, int]:
-        """Return name -> R for every value. Names have no dots; "latent" is that of a ``LatentOperator``."""
+        """Return name -> R for every value; names have no dots, and "output" is taken."""
         raise NotImplementedError(f"{type(self).__name__} does not implement hook_sizes")
 
     @property
@@ -151,8 +153,6 @@ class HasHookPoints:
 
 class LatentOperator(HasHookPoints, Operator):
     """Base of operators with a latent: ``forward`` passes it through ``hooked("latent", ...)``, then decodes it."""
-
-    hook_kind = LATENT
 
     @property
     def latent_size(self) -> int:
@@ -184,47 +184,43 @@ class HookPoint:
     size: int
     kind: str
 
-    def add_hook(self, hook: ActivationHook) -> Callable[[], None]:
-        """Add ``hook`` to those that are set; return a function that restores what was set."""
-        outer = (self.module.activation_hooks or {}).get(self.name)
-        self._set_hook(hook if outer is None else outer.then(hook))
-        return functools.partial(self._set_hook, outer)
+    @property
+    def hook(self) -> ActivationHook | None:
+        """Return the hook that is set, or None."""
+        return (self.module.activation_hooks or {}).get(self.name)
 
-    def _set_hook(self, hook: ActivationHook | None) -> None:
+    def set_hook(self, hook: ActivationHook | None) -> None:
+        """Set the hook, or remove it."""
         # a new mapping, so that a compiled forward sees the change
         hooks = {n: h for n, h in (self.module.activation_hooks or {}).items() if n != self.name}
         self.module.activation_hooks = (hooks if hook is None else hooks | {self.name: hook}) or None
 
 
 class _OutputHook:
-    """Forward hook that passes a layer's output to an activation hook; in a copy of the layer it does nothing.
+    """Forward hook that passes a layer's output to an activation hook; in a copy of the layer it does nothing."""
 
-    It moves to another module if that replaces the layer within a block, so a block keeps hold of it.
-    """
-
-    handle: Any = None
-
-    def __init__(self, hook: ActivationHook) -> None:
+    def __init__(self, hook: ActivationHook | None) -> None:
         self.hook = hook
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return self.hook(as_activation(output))
+        return output if self.hook is None else self.hook(as_activation(output))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"hook": ActivationHook()}
+        return {"hook": None}
 
 
 class _OutputPoint(HookPoint):
-    def add_hook(self, hook: ActivationHook) -> Callable[[], None]:
-        hooks = (hook for hook in self.module._forward_hooks.values() if isinstance(hook, _OutputHook))
-        registered = next((hook for hook in hooks if hook.handle is not None), None)  # a copied hook has no handle
-        if registered is None:
-            registered = _OutputHook(hook)
-            registered.handle = self.module.register_forward_hook(registered)
-            return registered.handle.remove
-        outer = registered.hook
-        registered.hook = outer.then(hook)
-        return functools.partial(setattr, registered, "hook", outer)
+    @property
+    def hook(self) -> ActivationHook | None:
+        hooks = self.module._forward_hooks.values()
+        return next((hook.hook for hook in hooks if isinstance(hook, _OutputHook)), None)
+
+    def set_hook(self, hook: ActivationHook | None) -> None:
+        hooks = self.module._forward_hooks
+        for key in [key for key, registered in hooks.items() if isinstance(registered, _OutputHook)]:
+            del hooks[key]
+        if hook is not None:
+            self.module.register_forward_hook(_OutputHook(hook))
 
 
 def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoint]:
@@ -244,60 +240,95 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
     check_model(model, "hook_points")
     points: dict[str, HookPoint] = {}
     for full_name, module in model.named_modules():
-        name = full_name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        name = stock_name(full_name)
         if isinstance(module, HasHookPoints):
             for value, size in module.hook_sizes().items():
                 point_name = ".".join(filter(None, (name, "" if value == LATENT else value)))
-                points[point_name] = HookPoint(module, value, size, module.hook_kind)
-        if outputs and name and is_replaceable(module):
-            size = linear_features(module)[0 if embeds(module) else 1]
-            points[f"{name}.{OUTPUT}"] = _OutputPoint(module, OUTPUT, size, OUTPUT)
+                points[point_name] = HookPoint(module, value, size, LATENT if value == LATENT else module.hook_kind)
+        layer: Any = module.get_base_layer() if is_adapted(module) else module
+        if outputs and name and is_replaceable(layer):
+            size = linear_features(layer)[0 if embeds(layer) else 1]
+            # an adapter comes before the layer inside it, whose name it has
+            points.setdefault(f"{name}.{OUTPUT}", _OutputPoint(module, OUTPUT, size, OUTPUT))
     return points
 
 
-def latent_points(model: nn.Module) -> dict[str, HookPoint]:
-    """Return the hook points of ``model`` that are latents, by name. Raises ValueError if there is none."""
-    points = {name: point for name, point in hook_points(model).items() if point.kind == LATENT}
-    if not points:
+def latent_points(points: Mapping[str, HookPoint]) -> dict[str, HookPoint]:
+    """Return those of ``points`` that are latents, by name. Raises ValueError if there is none."""
+    latents = {name: point for name, point in points.items() if point.kind == LATENT}
+    if not latents:
         raise ValueError(
-            f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL, or name hook "
-            "points to observe, such as 'o_proj.output'"
+            "the model has no operator with a latent; replace some layers by relinear.HDPL, or name hook points to "
+            "observe, such as 'o_proj.output'"
         )
-    return points
+    return latents
 
 
-def matching_names(points: Iterable[str], name: str) -> list[str]:
-    """Return which of ``points``, the full names of a model's hook points, ``name`` means.
+def matching_names(points: Iterable[str], pattern: str) -> list[str]:
+    """Return which of ``points``, the full names of a model's hook points, ``pattern`` matches.
 
     Args:
         points: full names.
-        name: one of them, or a dotted suffix of one or several.
+        pattern: one of them, which means it alone, or a pattern as for ``replace_``.
 
     Raises:
-        ValueError: if it is neither, with the nearest names.
+        ValueError: if it matches none, with the nearest names.
     """
     points = list(points)
-    if name in points:
-        return [name]
-    if names := [point for point in points if point.endswith(f".{name}")]:
+    if pattern in points:
+        return [pattern]
+    check_patterns([pattern])
+    if names := [point for point in points if matches(pattern, point)]:
         return names
-    parts = str(name).count(".") + 1
+    parts = pattern.count(".") + 1
     suffixes = [".".join(point.split(".")[-length:]) for length in (parts, parts + 1) for point in points]
-    within = [suffix for suffix in suffixes if suffix.startswith(f"{name}.")]
-    hint = did_you_mean(str(name), dict.fromkeys(within or suffixes), cutoff=0.0 if within else 0.5)
-    raise ValueError(f"no latent, gate or layer output is named {quoted(name)}; {hint}")
+    within = [suffix for suffix in suffixes if suffix.startswith(f"{pattern}.")]
+    hint = did_you_mean(pattern, dict.fromkeys(within or suffixes), cutoff=0.0 if within else 0.5)
+    raise ValueError(f"no latent, gate or layer output is named {quoted(pattern)}; {hint}")
 
 
-@contextlib.contextmanager
-def with_hooks(hooks: Sequence[tuple[HookPoint, ActivationHook]]) -> Iterator[None]:
-    """Add hooks to hook points within the block."""
-    with contextlib.ExitStack() as stack:
-        if any(isinstance(point, _OutputPoint) for point, _ in hooks):
-            # a compiled forward does not see forward hooks that were added or removed after it was compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for point, hook in hooks:
-            stack.callback(point.add_hook(hook))
-        yield
+def check_not_hooked(model: nn.Module, caller: str) -> None:
+    """Raise ValueError, naming the function ``caller``, within a block that has set hooks on ``model``."""
+    name = next((name for name, point in hook_points(model, outputs=True).items() if point.hook is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} has a hook, which {caller} would lose; leave the `with` block of intervene, observe or latents"
+        )
+
+
+class HookBlock(AbstractContextManager[T]):
+    """Set hooks on a model's hook points within ``with`` blocks, one after another or nested.
+
+    Args:
+        model: any model.
+        choose: returns the hooks by name, given all hook points of the model. It is called at once, so that its errors
+            are raised at the call, and on every entry, as the model may have changed.
+        value: what ``with ... as`` binds.
+    """
+
+    def __init__(
+        self, model: nn.Module, choose: Callable[[Mapping[str, HookPoint]], Mapping[str, ActivationHook]], value: T
+    ) -> None:
+        self._model, self._choose, self._value = model, choose, value
+        self._entered: list[contextlib.ExitStack] = []
+        choose(hook_points(model, outputs=True))
+
+    def __enter__(self) -> T:
+        points = hook_points(self._model, outputs=True)
+        hooks = self._choose(points)
+        with contextlib.ExitStack() as stack:
+            if any(points[name].kind == OUTPUT for name in hooks):
+                # a compiled forward does not see forward hooks that were added or removed after it was compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, hook in hooks.items():
+                point, outer = points[name], points[name].hook
+                stack.callback(point.set_hook, outer)
+                point.set_hook(hook if outer is None else outer.then(hook))
+            self._entered.append(stack.pop_all())
+        return self._value
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.pop().close()
 
 
 def observe(
@@ -308,7 +339,7 @@ def observe(
     Args:
         model: any model, compiled or not; if outputs are observed, it runs uncompiled within the block.
         observer: called with a hook point's name and its ``Activation``, after all interventions.
-        names: hook points, by exact names or dotted suffixes as in ``intervene``; None means all latents.
+        names: one or several patterns, as in ``intervene``; None means all latents.
 
     Raises:
         ValueError: at the call, for an unknown name, or if there is no latent.
@@ -322,11 +353,17 @@ def observe(
     check_model(model, "observe")
     if not callable(observer):
         raise ValueError(f"observe takes a function of a name and an Activation, got {quoted(observer)}")
-    points = latent_points(model) if names is None else hook_points(model, outputs=True)
-    patterns = points if names is None else names
-    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-        patterns = [patterns]
-    chosen = dict.fromkeys(name for pattern in patterns for name in matching_names(points, pattern))
-    return with_hooks(
-        [(points[name], ActivationHook(observers=[functools.partial(observer, name)])) for name in chosen]
-    )
+    if names is not None:
+        names = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    return HookBlock(model, functools.partial(observing_hooks, observer, names), None)
+
+
+def observing_hooks(
+    observer: Callable[[str, Activation], None], patterns: Sequence[str] | None, points: Mapping[str, HookPoint]
+) -> dict[str, ActivationHook]:
+    """Return hooks that call ``observer``, by name, for the ``points`` that ``patterns`` match; None: all latents."""
+    if patterns is None:
+        chosen: Iterable[str] = latent_points(points)
+    else:
+        chosen = dict.fromkeys(name for pattern in patterns for name in matching_names(points, pattern))
+    return {name: ActivationHook(observers=[functools.partial(observer, name)]) for name in chosen}

@@ -4,8 +4,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from relinear.activations.hooks import (
     Activation,
     ActivationHook,
+    HookBlock,
     HookPoint,
     Intervention,
-    hook_points,
     matching_names,
-    with_hooks,
 )
 from relinear.contract.input_checks import check_model
 from relinear.deprecated import warn_renamed, with_attributes_of_0_2
+from relinear.hf.model_layout import is_checkpointing
 from relinear.settings.messages import quoted
 
 Values = float | Sequence[float] | Tensor
@@ -94,7 +95,7 @@ class Clamp(_DimensionIntervention):
         bounds = [_as_tensor(value) for value in self.arguments().values()]
         if not bounds:
             raise ValueError("Clamp needs a minimum, a maximum or both")
-        if all(bound.ndim == 0 for bound in bounds) and bounds[0] > bounds[-1]:
+        if all(bound.ndim == 0 for bound in bounds) and not bounds[0] <= bounds[-1]:  # nor if one is NaN
             raise ValueError(f"Clamp(minimum={quoted(self.minimum)}, maximum={quoted(self.maximum)}): swap the two")
 
     def arguments(self) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class Add(_DimensionIntervention):
 
     Attributes:
         direction: a number, (R,) or anything that broadcasts to z (..., R).
-        scale: factor of the direction.
+        scale: factor of the direction: a number or (R,).
         dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
@@ -128,14 +129,14 @@ class Add(_DimensionIntervention):
     """
 
     direction: Values
-    scale: float = 1.0
+    scale: Values = 1.0
     dims: Sequence[int] | Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
         return {"direction": self.direction, "scale": self.scale}
 
     def change(self, activation: Activation) -> Tensor:
-        return activation.z + self.scale * _broadcastable(self.direction, activation.z)
+        return activation.z + _broadcastable(self.scale, activation.z) * _broadcastable(self.direction, activation.z)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -217,17 +218,17 @@ def intervene(
     Args:
         model: any model, compiled or not; with hooks on outputs it runs uncompiled within the block.
         interventions: name of a hook point -> one (``Clamp``, ``Add``, ``Patch``) or a sequence of them, applied in
-            order. Names are exact or dotted suffixes ("q_proj" is that of every layer): of an operator for
-            its latent; of a gate ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel",
+            order. Names are full ones or patterns as for ``replace_`` ("q_proj" is that of every layer): of an operator
+            for its latent; of a gate ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel",
             "modulator.scalar"); "transformer.context" for a CGT's y; of a linear layer's output ("o_proj.output"). If
             several names match a hook point, all their interventions apply, in order. In nested blocks the outer
             block's apply first.
 
     Returns:
-        A ``with`` block: forwards within it are changed.
+        A ``with`` block, which may be used again: forwards within it are changed.
 
     Raises:
-        ValueError: at the call, for an unknown name (with the nearest names) or values of a wrong shape; on entry, in
+        ValueError: at the call or on entry, for an unknown name (with the nearest names), values of a wrong shape, or
             training with gradient checkpointing, as a backward after the block would recompute the forward without the
             interventions. The model is then unchanged.
 
@@ -240,20 +241,20 @@ def intervene(
         False
     """
     check_model(model, "intervene")
-    points = hook_points(model, outputs=True)
-    chosen = _by_full_name(points, interventions)
-    return _intervened(model, [(points[name], ActivationHook(added)) for name, added in chosen.items()])
+    return HookBlock(model, functools.partial(_checked_hooks, model, interventions), None)
 
 
-@contextlib.contextmanager
-def _intervened(model: nn.Module, hooks: Sequence[tuple[HookPoint, ActivationHook]]) -> Iterator[None]:
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+def _checked_hooks(
+    model: nn.Module,
+    interventions: Mapping[str, Intervention | Sequence[Intervention]],
+    points: Mapping[str, HookPoint],
+) -> dict[str, ActivationHook]:
+    if is_checkpointing(model):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
             "call model.eval() or model.gradient_checkpointing_disable()"
         )
-    with with_hooks(hooks):
-        yield
+    return {name: ActivationHook(added) for name, added in _by_full_name(points, interventions).items()}
 
 
 def _by_full_name(
@@ -265,7 +266,7 @@ def _by_full_name(
     chosen: dict[str, list[Intervention]] = {}
     for pattern, value in interventions.items():
         names = matching_names(points, pattern)
-        for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
+        for intervention in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
             if not isinstance(intervention, Intervention):
                 raise ValueError(f"{pattern}: expected Clamp, Add or Patch, got {quoted(intervention)}")
             for name in names:

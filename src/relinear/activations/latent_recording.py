@@ -2,16 +2,23 @@
 
 # Legend: R latent size
 
-import contextlib
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hooks import Activation, LatentOperator, latent_points, observe
+from relinear.activations.hooks import (
+    Activation,
+    HookBlock,
+    LatentOperator,
+    hook_points,
+    latent_points,
+    observing_hooks,
+)
 from relinear.contract.input_checks import check_model
 from relinear.settings.messages import did_you_mean, quoted
 
@@ -22,7 +29,7 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
     Raises:
         ValueError: if there is none, or ``model`` is not a model.
     """
-    return {name: point.module for name, point in latent_points(model).items()}
+    return {name: point.module for name, point in latent_points(hook_points(model)).items()}
 
 
 class Latents(dict[str, Activation]):
@@ -45,7 +52,8 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         model: a model with operators that have a latent (``HDPL``).
 
     Returns:
-        A ``with`` block that yields a mapping: ``recorded[name]`` has z, mu and sigma (..., R) of operator ``name``.
+        A ``with`` block, which may be used again. It yields a mapping: ``recorded[name]`` has z, mu and sigma (..., R)
+        of operator ``name``.
 
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.
@@ -60,13 +68,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """
     check_model(model, "latents")
     stored = Latents()
-    return _stored_within(stored, observe(model, stored.__setitem__))
-
-
-@contextlib.contextmanager
-def _stored_within(stored: Latents, observing: AbstractContextManager[None]) -> Iterator[Latents]:
-    with observing:
-        yield stored
+    return HookBlock(model, functools.partial(observing_hooks, stored.__setitem__, None), stored)
 
 
 class LatentDistribution(NamedTuple):
@@ -118,6 +120,8 @@ def moment_alignment(a: LatentsByName, b: LatentsByName, *, names: Mapping[str, 
         tensor(0., grad_fn=...)
     """
     first, second = _checked(a), _checked(b)
+    if names is not None and not (isinstance(names, Mapping) and names):
+        raise ValueError(f"names must map names in a to names in b, got {quoted(names)}")
     if names is None:
         differing = sorted(first.keys() ^ second.keys())
         if differing:

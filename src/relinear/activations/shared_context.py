@@ -188,7 +188,7 @@ class ContextOwner(nn.Module):
 
     context_dim: int
     #: attribute with this module's own token embedding, if any, which is resized with the model's
-    token_table: str | None = None
+    token_table_attribute: str | None = None
 
     def contexts(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
         """Return the context (B, T, C) for ``inputs``, the arguments of the decoder's forward; may change them."""

@@ -19,8 +19,8 @@ from relinear.hf.config_record import check_not_quantized
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, max_positions, vocab_size_of
+from relinear.settings.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.coverage import coverage, out_of_reach
-from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import module_parameters
 from relinear.system.grouped import grouped

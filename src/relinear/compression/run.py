@@ -38,8 +38,8 @@ from relinear.compression.storage import is_edited
 from relinear.contract.module_state import eval_mode
 from relinear.hf.half_precision import at_half_precision, round_to_half_
 from relinear.hf.model_config import loaded_from, model_name
+from relinear.settings.patterns import ALL_LINEAR
 from relinear.surgery.checkpoint import save_pretrained
-from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import fingerprint, os_errors_named, write_json

@@ -1,8 +1,8 @@
 """Base classes of operators, attachments and objectives, and what all of them need.
 
-What authors derive from: ``operator``, ``wrapper``, ``attachment``, ``objective``,
-``config``, ``auxiliary_mixin``, ``auxiliary_losses``, ``calibration_statistics``, ``inference``, ``linear_layers`` and
-``parameter_roles``.
+What authors derive from and call: ``operator``, ``wrapper``, ``attachment``, ``objective``, ``config``,
+``auxiliary_mixin``, ``auxiliary_losses``, ``calibration_statistics``, ``inference``, ``linear_layers`` and
+``parameter_roles``. Latents and gates that can be read and changed are in ``activations.hooks``.
 
 What all rooms use: ``input_checks``, ``module_state``, ``module_tree``, ``numerics``, ``parameters``, ``plugins``.
 """

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relinear.contract.config import Count, check_value
 from relinear.deprecated import with_attributes_of_0_2
 from relinear.settings.messages import quoted
 
@@ -48,6 +49,9 @@ class CalibrationStatistics:
                 raise ValueError(f"statistics: {name} must be a square matrix, got shape {tuple(moment.shape)}")
             if not bool(torch.isfinite(moment).all()):
                 raise ValueError(f"statistics: {name} has NaN or infinite values; calibrate in another dtype")
+        check_value("statistics: tokens", self.tokens, Count | None)
+        if any(getattr(moment, "shape", None) != self.input_moment.shape for moment in self.input_moments_by_text):
+            raise ValueError("statistics: input_moments_by_text must be tensors of the shape of input_moment")
 
     @classmethod
     def identity(cls, in_features: int, tokens: int | None = None) -> CalibrationStatistics:

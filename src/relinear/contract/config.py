@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, g
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
-from relinear.settings.config_text import parse_config_text
+from relinear.settings.config_text import keeps_layer, parse_config_text
 from relinear.settings.messages import did_you_mean, quoted, validation_message
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
@@ -61,8 +61,8 @@ def register(cls: C) -> C:
         ``cls`` itself, so that ``register`` serves as a decorator.
 
     Raises:
-        ValueError: if ``cls`` is not a config class with a ``family`` and a ``kind``, the kind is taken, or a setting's
-            annotation names what does not exist or what JSON cannot hold.
+        ValueError: if ``cls`` is not a config class with a ``family`` and a ``kind``, the kind is taken or no word, or
+            a setting's annotation names what does not exist or what JSON cannot hold.
 
     Examples:
         >>> @relinear.register
@@ -78,6 +78,8 @@ def register(cls: C) -> C:
     for name in ("family", "kind"):
         if not isinstance(getattr(cls, name, None), str):
             raise ValueError(f"register: {cls.__name__} needs a class variable {name}, a string")
+    if not cls.kind.isidentifier() or keeps_layer(cls.kind):
+        raise ValueError(f"register: the kind {quoted(cls.kind)} cannot be written on a command line; choose a word")
     if "__dataclass_fields__" not in vars(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     annotations = _annotations(cls, sys._getframe(1).f_locals)
@@ -244,7 +246,7 @@ def _config_from(family: str, values: Mapping[str, Any], is_record: bool) -> Con
     texts = {f.name for f in fields if isinstance(f.default, str) and NoneType not in get_args(annotations[f.name])}
     values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
     settings = dict(target.legacy_defaults) if is_record else {}
-    settings |= {key: _decode(value, is_record) for key, value in values.items()}
+    settings |= {str(key): _decode(value, is_record) for key, value in values.items()}
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in settings]
     if missing:
@@ -296,7 +298,7 @@ def check_fits(name: str, value: int, in_features: int, out_features: int) -> No
 
 def check_divides(name: str, value: int, **sizes: int) -> None:
     """Raise ValueError unless ``value`` divides every size; the error lists the values that do."""
-    if any(size % value for size in sizes.values()):
+    if value < 1 or any(size % value for size in sizes.values()):
         possible = [k for k in range(1, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
         listed = ", ".join(f"{key}={size}" for key, size in sizes.items())
         raise ValueError(f"{name}={value} does not divide {listed}; possible values: {', '.join(map(str, possible))}")

@@ -155,7 +155,8 @@ class CachingModule(nn.Module):
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not isinstance(value, ParameterCache)}
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if not isinstance(value, ParameterCache)}
 
 
 def for_inference_(model: Model, mode: bool = True) -> Model:

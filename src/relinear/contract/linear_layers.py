@@ -79,8 +79,14 @@ def linear_features(module: Any) -> tuple[int, int]:
 
 
 def reference_parameter(module: nn.Module) -> nn.Parameter:
-    """Return the first floating-point parameter, whose device, dtype and ``requires_grad`` new ones take."""
-    return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+    """Return the first floating-point parameter, whose device, dtype and ``requires_grad`` new ones take.
+
+    Raises ValueError if there is none, as in a layer with integer weights.
+    """
+    reference = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    if reference is None:
+        raise ValueError(f"{type(module).__name__} has no floating-point parameter; load the model unquantized")
+    return reference
 
 
 def dense_weight(module: Any) -> Tensor:

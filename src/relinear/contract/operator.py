@@ -32,6 +32,7 @@ from relinear.contract.linear_layers import (
 from relinear.contract.module_tree import outermost
 from relinear.contract.parameter_roles import DeclaredFans, ParamRole
 from relinear.deprecated import adopt_renamed_attributes, with_attributes_of_0_2
+from relinear.settings.messages import quoted
 
 Init = Literal["fresh", "from_weight"]
 
@@ -58,7 +59,6 @@ class OperatorConfig(Config):
     Attributes:
         module_class: the operator's class.
         conditioned: whether it reads the context of a ``ContextManager`` or ``relinear.activations.context``.
-        fits_weight: whether ``fit_to_linear_`` can fit a given weight.
         fit_hint: advice in the error if it cannot.
 
     Examples:
@@ -72,12 +72,17 @@ class OperatorConfig(Config):
     family: ClassVar[str] = "operator"
     module_class: ClassVar[Callable[..., Operator]]
     conditioned: ClassVar[bool] = False
-    fits_weight: ClassVar[bool] = True
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         adopt_renamed_attributes(cls)
+
+    @property
+    def fits_weight(self) -> bool:
+        """Return whether ``fit_to_linear_`` can fit a given weight; by default, whether the operator overrides it."""
+        fits = ("fit_to_weight_", "fit_to_linear_")
+        return any(getattr(self.module_class, fit) is not getattr(Operator, fit) for fit in fits)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         """Raise ValueError, naming what would work, if a layer of this size cannot be built."""
@@ -315,9 +320,12 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             steps: maximum number of L-BFGS iterations.
 
         Raises:
-            ValueError: if sizes differ.
+            ValueError: if sizes differ, or ``steps`` is not a positive integer.
             NotLinearError: if this operator has no dense matrix.
         """
+        if not isinstance(statistics, CalibrationStatistics):
+            raise ValueError(f"statistics must be CalibrationStatistics, got {quoted(statistics)}")
+        check_value("steps", steps, Count)
         weight = self.source_weight(linear)
         statistics.check(self.in_features, self.out_features)
         self.fit_to_statistics_(weight, statistics, steps)

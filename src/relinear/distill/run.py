@@ -39,9 +39,9 @@ from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.peft_models import stock_name
 from relinear.hf.vocabulary import check_tokenizer_fits
 from relinear.settings.messages import warn_user
+from relinear.settings.patterns import matches
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
-from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.states import flat_states, load_states_, replace_with_states_
 from relinear.surgery.summary import module_parameters

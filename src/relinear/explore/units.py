@@ -40,7 +40,7 @@ def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[s
 
     Args:
         model: any model.
-        patterns: names to use instead, exact or dotted suffixes as in ``relinear.activations.intervene``.
+        patterns: those to use instead, as in ``relinear.activations.intervene``.
 
     Raises:
         ValueError: if there is no hook point, or the index would take more than a GiB.

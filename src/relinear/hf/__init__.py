@@ -1,1 +1,1 @@
-"""What relinear knows about Hugging Face models: their layers, heads, embeddings, initialisation, configs, losses."""
+"""Hugging Face models: find their layers, heads and embeddings; initialise, record and save what is added to them."""

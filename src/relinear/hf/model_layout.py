@@ -115,10 +115,9 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     return _decoder_stack(model).layers
 
 
-def is_checkpointing(decoder: Any) -> bool:
-    """Return whether gradient checkpointing is on in a decoder; OPT keeps the flag in a module inside."""
-    owner = decoder if hasattr(decoder, "gradient_checkpointing") else find_decoder(decoder)
-    return bool(getattr(owner, "gradient_checkpointing", False))
+def is_checkpointing(model: nn.Module) -> bool:
+    """Return whether a backward pass through ``model``, as it is, recomputes a part of it (gradient checkpointing)."""
+    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def attention_of(index: int, layer: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Handle PEFT models: find the wrapped model, strip wrappers from names, warn about adapter checkpoints."""
+"""Handle PEFT models: find the wrapped model, adapters and stock names, and warn about adapter checkpoints."""
 
 from typing import Any
 
@@ -14,6 +14,22 @@ def unwrapped(model: Any) -> Any:
     """Return the Hugging Face model inside a PEFT model; any other model is returned unchanged."""
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) and hasattr(model, "peft_config") else model
+
+
+def _descends_from(module: Any, *names: str) -> bool:
+    """Return whether ``module`` is of one of PEFT's classes ``names``, without importing PEFT."""
+    return any(cls.__name__ in names and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+
+
+def is_adapted(module: Any) -> bool:
+    """Return whether ``module`` is a PEFT layer (LoRA's Linear) around a ``base_layer``."""
+    return _descends_from(module, "BaseTunerLayer")
+
+
+def is_added_by_peft(module: Any, child: str) -> bool:
+    """Return whether PEFT added ``child`` to ``module``: an adapter's part, or a copy for ``modules_to_save``."""
+    copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
+    return copies or (child != BASE_LAYER and is_adapted(module))
 
 
 def stock_name(name: str) -> str:

@@ -8,12 +8,12 @@ from relinear.hf.model_config import text_config
 
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return the token embeddings of attached parts, whose attribute names are in ``token_table`` of the parts.
+    """Return the token embeddings of attached parts, in the attributes that ``token_table_attribute`` of a part names.
 
     Raises:
         ValueError: if an adapter wraps one, so that it cannot be resized.
     """
-    names = [(module, getattr(module, "token_table", None)) for module in model.modules()]
+    names = [(module, getattr(module, "token_table_attribute", None)) for module in model.modules()]
     tables = [getattr(module, name) for module, name in names if isinstance(name, str)]
     for table in tables:
         if table is not None and not isinstance(table, nn.Embedding):

@@ -98,11 +98,11 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         context = self._context(x)
         features = None if context is None else self._features(context)
         factors = self.basis, self.mix, self.bias, *_affine(self.norm)
-        templates = self.config.composition != "gates"
-        if features is not None and (templates or self.activation_hooks is not None):
+        if features is not None and (self.config.composition != "gates" or self.is_intervened):
             g_basis, g_out = self._hooked_gates(x, features)
-            if templates or self.is_intervened:
-                return ccl_gated(x, self._per_feature(g_basis), g_out, *factors, self.config.gate_bias)
+            return ccl_gated(x, self._per_feature(g_basis), g_out, *factors, self.config.gate_bias)
+        if features is not None and self.activation_hooks is not None:
+            self._hooked_gates(x, features)  # for observers; y is computed as without them
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias, EPS)
 

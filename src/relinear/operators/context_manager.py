@@ -128,7 +128,7 @@ class ContextNetwork(ContextOwner):
     mixer="token" there is no s_t. The state is kept in float32, or in float64 for a model in float64.
     """
 
-    token_table = "embedding"
+    token_table_attribute = "embedding"
     finite_fan_in = ("memory", "hidden", "output")
     finite_fan_out = ("projection", "memory", "hidden", "output")
 
@@ -229,7 +229,7 @@ class ContextNetwork(ContextOwner):
 
 def _cache(decoder: Any, inputs: dict[str, Any]) -> Any:
     """Return the call's cache; made here rather than by the model, so that the context's state can be stored in it."""
-    if decoder.training and is_checkpointing(decoder):
+    if is_checkpointing(decoder):
         return None  # the model drops its cache as well
     cache = inputs.get("past_key_values")
     use_cache = inputs.get("use_cache")

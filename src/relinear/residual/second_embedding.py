@@ -22,7 +22,7 @@ from relinear.hf.vocabulary import check_table_fits
 class _Table(ContextOwner):
     """Compute the second embedding from ``embedding`` (V, C) and, unless C = D, ``projection`` (D, C)."""
 
-    token_table = "embedding"
+    token_table_attribute = "embedding"
     finite_fan_in = ("projection",)
 
     def __init__(self, vocabulary: int, dim: int, width: int, std: float, **kw: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings that users write (recipes, command lines): strict pydantic models with readable errors."""
+"""Settings that users write (recipes, command lines): pydantic models with readable errors."""
 
 import re
 from collections.abc import Mapping
@@ -106,4 +106,4 @@ class Settings(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some settings changed, checked again as a whole."""
-        return self.load(self.model_dump(exclude_unset=True) | changes)
+        return self.load(self.model_dump(exclude_unset=True) | changes, type(self).__name__)

@@ -43,7 +43,8 @@ def similar_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[
     initials = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
     if initials or len(name) > _MAX_CHARACTERS:  # long texts are similar to no name and slow to compare
         return initials
-    return difflib.get_close_matches(name, known, cutoff=cutoff)
+    by_lower_case = {key.lower(): key for key in known}
+    return [by_lower_case[key] for key in difflib.get_close_matches(name.lower(), by_lower_case, cutoff=cutoff)]
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = _MAX_NAMES, cutoff: float = 0.6) -> str:

@@ -93,9 +93,7 @@ def _with_key(values: Mapping[str, Any], key: str, value: Any, full_key: str) ->
         return {**values, key: value}
     inner = values.get(head)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(
-            f"--set {quoted(full_key)}: {quoted(head)} is {quoted(inner)}, which has no settings of its own"
-        )
+        raise ValueError(f"{quoted(full_key)}: {quoted(head)} is {quoted(inner)}, which has no settings of its own")
     return {**values, head: _with_key(inner or {}, rest, value, full_key)}
 
 

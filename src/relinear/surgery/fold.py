@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.activations.hooks import check_not_hooked
 from relinear.contract.input_checks import check_model
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.deprecated import with_attributes_of_0_2
 from relinear.hf.config_record import finish_surgery_
+from relinear.hf.peft_models import is_adapted
 from relinear.hf.stock_layer import to_stock_layer
-from relinear.surgery.select import is_adapted
 from relinear.surgery.separate_experts import fuse_experts_
 from relinear.surgery.tied import replace_layer_keeping_ties_, untie_config_
 
@@ -56,7 +57,8 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         A report: the folded names, why others stayed operators, and the largest logit difference.
 
     Raises:
-        ValueError: if the model is itself an operator or has none. The model is then unchanged.
+        ValueError: if the model is itself an operator or has none, or within a block of interventions. The model is
+            then unchanged.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -66,6 +68,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         'Linear'
     """
     check_model(model, "fold_")
+    check_not_hooked(model, "fold_")
     untie_config_(model)
     operators = dict(named_operators(model))
     if not operators:

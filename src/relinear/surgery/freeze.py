@@ -6,7 +6,7 @@ from torch import nn
 
 from relinear.contract.input_checks import check_model
 from relinear.settings.messages import did_you_mean, quoted
-from relinear.surgery.patterns import listed, matches
+from relinear.settings.patterns import listed, matches
 
 
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from relinear.activations.hooks import check_not_hooked
 from relinear.activations.shared_context import check_context_serves
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_value
@@ -24,8 +25,8 @@ from relinear.hf.model_config import loaded_from
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 from relinear.settings.config_text import keeps_layer
 from relinear.settings.messages import quoted, warn_user
+from relinear.settings.patterns import ALL_LINEAR
 from relinear.surgery.coverage import warn_of_gaps
-from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import (
     ParameterHolders,
     Target,
@@ -96,8 +97,9 @@ class Plan:
             The model's summary, with the sizes of replaced layers before and after.
 
         Raises:
-            ValueError: if a layer was replaced since the plan was made.
+            ValueError: if a layer was replaced since the plan was made, or within a block of interventions.
         """
+        check_not_hooked(self.model, "replace_")
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for replacement in self.replacements:
             if modules.get(replacement.name) is not replacement.target.module:

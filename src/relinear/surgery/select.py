@@ -11,9 +11,9 @@ from torch import nn
 from relinear.contract.linear_layers import is_embedding
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import existing_layer_indices, layer_finder, output_head
-from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
+from relinear.hf.peft_models import is_added_by_peft, stock_name, unwrapped
 from relinear.settings.messages import did_you_mean, quoted
-from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_name, listed, matches
+from relinear.settings.patterns import ALL_LINEAR, check_patterns, is_name, listed, matches
 
 #: parameter -> the modules that hold it, with the parameter's name there
 ParameterHolders = dict[nn.Parameter, list[tuple[str, nn.Module]]]
@@ -44,22 +44,6 @@ class Target:
     aliases: tuple[str, ...]
     module: nn.Module
     pattern: str
-
-
-def _descends_from(module: Any, *names: str) -> bool:
-    """Return whether ``module`` is of one of PEFT's classes ``names``, without importing PEFT."""
-    return any(cls.__name__ in names and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
-
-
-def is_adapted(module: Any) -> bool:
-    """Return whether ``module`` is a PEFT layer (LoRA's Linear) around a ``base_layer``."""
-    return _descends_from(module, "BaseTunerLayer")
-
-
-def is_added_by_peft(module: Any, child: str) -> bool:
-    """Return whether PEFT added ``child`` to ``module``: an adapter's part, or a copy for ``modules_to_save``."""
-    copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
-    return copies or (child != BASE_LAYER and is_adapted(module))
 
 
 def _modules_with_names(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:

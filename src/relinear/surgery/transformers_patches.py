@@ -24,10 +24,10 @@ from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.config_record import make_record, parse_record, record_in_config
 from relinear.hf.initialization import INITIALIZED, initialize_
+from relinear.hf.peft_models import is_adapted
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.rebuild import RelinearConfig, check_loaded, rebuild_
 from relinear.surgery.saved_config import needs_loader, remove_file_only_fields_, write_config
-from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import untie_config_
 
 _MARK = "_relinear_original"

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
+from relinear.activations.hooks import hook_points, observe
+from relinear.activations.interventions import Add, intervene
 from relinear.activations.shared_context import context as activations_context
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.surgery.summary import module_inactive
@@ -198,6 +200,21 @@ class OperatorConformance:
             for name, value in module.metrics().items():
                 assert value.shape == (), name
                 assert not value.requires_grad, name
+
+    @pytest.mark.parametrize("mode", ["train", "eval"])
+    def test_hook_points_are_read_and_changed(self, case: Case, mode: str) -> None:
+        module = build(case).train(mode == "train")
+        points = hook_points(module)
+        assert all("." not in point.name and point.name != "output" for point in points.values())
+        x, context = inputs(case, (2, 5))
+        y = call(module, x, context)
+        seen: dict[str, Tensor] = {}
+        with observe(module, lambda name, activation: seen.update({name: activation.z}), points):
+            assert_close(call(module, x, context), y, 1e-5)
+        assert {name: tuple(z.shape) for name, z in seen.items()} == {n: (2, 5, p.size) for n, p in points.items()}
+        for name in points:
+            with intervene(module, {name: Add(0.25)}):
+                assert not torch.equal(call(module, x, context), y), f"an intervention on {name} changes nothing"
 
     # Gradients and precision
 

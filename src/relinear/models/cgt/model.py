@@ -101,7 +101,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
     """
 
     hook_kind = "context"
-    token_table = "context_wte"
+    token_table_attribute = "context_wte"
 
     def __init__(self, config: CGTConfig):
         super().__init__(config)
