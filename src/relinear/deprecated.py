@@ -82,6 +82,7 @@ _RENAMED = {
     },
     ("relinear.activations.hooks", "Latent"): "Activation",
     ("relinear.activations.latent_recording", "Latent"): "Activation",
+    ("relinear.activations.latent_recording", "observe"): "relinear.activations.hooks:observe",
     ("relinear.activations.hooks", "LatentTap"): "ActivationHook",
     ("relinear.activations.hooks", "Gated"): "HasHookPoints",
     ("relinear.activations.hooks", "Site"): "HookPoint",

@@ -45,6 +45,7 @@ class CoLA(RankedConfig):
 
     kind: ClassVar[str] = "cola"
     module_class = CoLALinear
+    fits_weight = False
 
     rank: int = 64
 

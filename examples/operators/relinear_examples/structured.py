@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -93,15 +93,11 @@ class StructuredLinear(Operator):
         """Name of each table of indices, which ``reset_parameters`` draws -> how many it holds."""
         return {}
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
+    def create(self, **kw: Any) -> None:
         for name, length in self.tables().items():
-            self.register_buffer(name, torch.empty(length, dtype=torch.int64, device=device))
+            self.register_buffer(name, torch.empty(length, **kw | {"dtype": torch.int64}))
         for name, (shape, _) in self.tensors().items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **kw)))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Inputs of unit variance give outputs of unit variance; no bias."""

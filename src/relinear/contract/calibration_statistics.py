@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 from copy import deepcopy
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from relinear.contract.config import Count, check_value
+from relinear.contract.config import check_value
 from relinear.deprecated import with_attributes_of_0_2
 from relinear.settings.messages import quoted
 
@@ -28,7 +29,7 @@ class CalibrationStatistics:
         input_moment: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
         gradient_moment: G (O, O), the mean of g g^T over the loss's gradients g at the output, or its diagonal (O,);
             None is I.
-        tokens: number of calibration tokens; None if unknown.
+        tokens: number of calibration tokens, 0 for an expert that saw none; None if unknown.
         input_moments_by_text: A (I, I) of each kind of calibration text, if there are several.
     """
 
@@ -49,7 +50,7 @@ class CalibrationStatistics:
                 raise ValueError(f"statistics: {name} must be a square matrix, got shape {tuple(moment.shape)}")
             if not bool(torch.isfinite(moment).all()):
                 raise ValueError(f"statistics: {name} has NaN or infinite values; calibrate in another dtype")
-        check_value("statistics: tokens", self.tokens, Count | None)
+        check_value("statistics: tokens", self.tokens, Annotated[int, Field(ge=0)] | None)
         if any(getattr(moment, "shape", None) != self.input_moment.shape for moment in self.input_moments_by_text):
             raise ValueError("statistics: input_moments_by_text must be tensors of the shape of input_moment")
 

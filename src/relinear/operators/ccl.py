@@ -43,20 +43,16 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
     # the LayerNorm needs all features of the basis, so the basis is split over the inputs
     tensor_parallel: ClassVar = {"basis": 1, "mix": 0, "output_gate": 0, "bias": 0}
 
-    # not ``create``, which registers the bias last: optimiser states of earlier runs have it third
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        rank, sizes = config.rank, config.gate_sizes()
-        self.basis = nn.Parameter(torch.empty(rank, in_features, **kw))
-        self.mix = nn.Parameter(torch.empty(out_features, rank, **kw))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+    def create(self, **kw: Any) -> None:
+        config, rank, sizes = self.config, self.config.rank, self.config.gate_sizes()
+        self.basis = nn.Parameter(torch.empty(rank, self.in_features, **kw))
+        self.mix = nn.Parameter(torch.empty(self.out_features, rank, **kw))
+        self.register_parameter("bias", None)  # its place: optimiser states of earlier runs have it third
         self.norm = AffineParameters(rank, **kw) if config.norm else None
         layers = itertools.pairwise(sizes) if config.conditioned else ()
         self.trunk = nn.ModuleList([AffineParameters(b, a, **kw) for a, b in layers])
         self.basis_gate = AffineParameters(config.basis_gate_count, sizes[-1], **kw) if config.basis_gate else None
-        self.output_gate = AffineParameters(out_features, sizes[-1], **kw) if config.output_gate else None
-        self.reset_parameters()
+        self.output_gate = AffineParameters(self.out_features, sizes[-1], **kw) if config.output_gate else None
 
     def reset_parameters(self) -> None:
         """Initialise factors as in LowRank, biases as zero, and a gate network that keeps its input's variance.
