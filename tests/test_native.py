@@ -146,7 +146,8 @@ def test_the_kernels_are_what_runs(any_size, kernel_calls):
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
     with relinear.activations.context(torch.randn(37, 6)):
         relinear.CCL(rank=8, context_dim=6).build(24, 40)(torch.randn(37, 24)).sum().backward()
-    assert set(kernel_calls) == {"modulate", "modulate_backward", "gate", "gate_backward"}
+    expected = {"modulate", "modulate_backward", "gated_product", "gate_backward"}
+    assert set(kernel_calls) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -602,6 +603,28 @@ def test_a_context_that_sequences_share_is_not_the_kernels(few_rows):
         y = layer(x)
     with relinear.activations.context(context.expand(2, 3, 6)):
         close(y, layer(x), torch.float32)
+
+
+@pytest.mark.parametrize("sizes", [(7, 5, 3, 2), (1, 16, 4, 4), (300, 130, 64, 17), (1000, 63, 1, 1)])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_gated_product_is_that_of_torch(sizes, has_bias, threads, any_size) -> None:
+    rows, outputs, rank, width = sizes
+    shapes = (rows, rank), (outputs, rank), (outputs,), (rows, width), (outputs, width), (outputs,)
+    h, mix, bias, features, weight, offset = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    y = h @ mix.T + (bias if has_bias else 0)
+    expected = y * torch.sigmoid(features @ weight.T + offset)
+    given = [value.float() for value in (h, mix, bias, features, weight, offset)]
+    given[2] = given[2] if has_bias else None
+    out, before = torch.full((rows, outputs), torch.nan), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        native.calls.gated_product(out, *given)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"out must be a contiguous torch\.float32"):
+        native.calls.gated_product(out.bfloat16(), *given)
 
 
 def test_sigmoid_of_extreme_numbers(any_size):

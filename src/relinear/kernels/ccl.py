@@ -114,9 +114,13 @@ _gated_linear = dispatch(Implementation("gates in C++", _gates_unsupported, _gat
 
 
 def _forward(h, mix, bias, features, weight, offset) -> Tensor:
-    """Compute ``_gated_product`` of matrices without a graph, few enough tokens at a time to stay in cache."""
+    """Compute ``_gated_product`` of matrices without a graph, in one kernel or a few tokens at a time."""
     y = h.new_empty(h.shape[0], mix.shape[0])
     offset = offset.contiguous()
+    if h.dtype == torch.float32 and h.shape[1] + features.shape[1] <= h.shape[0]:  # else it repacks weights in vain
+        parts = (None if part is None else part.contiguous() for part in (h, mix, bias, features, weight))
+        native.calls.gated_product(y, *parts, offset)
+        return y
     for rows in row_portions(y):
         native.calls.gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), offset)
     return y

@@ -32,6 +32,7 @@ _KERNELS = {
     "modulate": ("half threads", "ppppppp nnnn"),
     "modulate_backward": ("half threads", "ppppppppp nnn"),
     "gate": ("half threads", "pppp nn"),
+    "gated_product": ("threads", "ppppppp nnnn"),
     "gate_backward": ("half threads", "pppppp nn"),
     "hdpl_layer": ("half threads", "pppppppp nnnnn"),
     "ccl_layer": ("half threads", "ppp n ppp f"),
@@ -181,6 +182,19 @@ def modulate_backward(
 def gate(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> None:
     """Write value * sigmoid(logits + bias) (N, O) to ``out``."""
     _run("gate", "out:NO value:NO logits:NO bias:O", (out, value, logits, bias), "NO")
+
+
+def gated_product(
+    out: Tensor, h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, offset: Tensor
+) -> None:
+    """Write (mix h + bias) * sigmoid(weight features + offset) (N, O) to ``out``, all in float32.
+
+    The sizes are h (N, R), ``mix`` (O, R), ``features`` (N, C) and ``weight`` (O, C).
+    """
+    tensors = out, h, mix, bias, features, weight, offset
+    sizes = _checked_sizes("out:NO:f32 h:NR mix:OR bias:O features:NC weight:OC offset:O", *tensors)
+    counts = (sizes[letter] for letter in "NORC")
+    _kernel("gated_product")(torch.get_num_threads(), *map(_address, tensors), *counts)
 
 
 def gate_backward(to_value: Tensor, logits: Tensor, to_bias: Tensor, y: Tensor, grad: Tensor, bias: Tensor) -> None:

@@ -214,6 +214,79 @@ void gate(T* to, const T* values, const T* given, const T* biases, int64_t rows,
   });
 }
 
+// rows and vectors of a tile of a product, which fills the registers with a row of weights and a factor
+constexpr int kTileRows = 6;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileVectors = 4;
+#else
+constexpr int kTileVectors = 2;
+#endif
+constexpr int kTileWidth = kTileVectors * kLanes;
+// rows that are multiplied by all weights before the next, so that they stay in the second cache
+constexpr int kBlock = 8 * kTileRows;
+
+struct alignas(64) TileRow {
+  float values[kTileWidth];
+};
+
+struct Tile {
+  Floats sums[kTileRows][kTileVectors];
+
+  // the bias in every row, plus rows times weights (depth, kTileWidth)
+  Tile(const float* const (&rows)[kTileRows], const TileRow* weights, int64_t depth, const TileRow& bias) {
+    for (int i = 0; i < kTileRows; ++i)
+      for (int v = 0; v < kTileVectors; ++v) sums[i][v] = load(bias.values + v * kLanes, kLanes);
+    for (int64_t k = 0; k < depth; ++k) {
+      Floats row[kTileVectors];
+      for (int v = 0; v < kTileVectors; ++v) row[v] = load(weights[k].values + v * kLanes, kLanes);
+      for (int i = 0; i < kTileRows; ++i)
+        for (int v = 0; v < kTileVectors; ++v) sums[i][v] += rows[i][k] * row[v];
+    }
+  }
+};
+
+// out (N, O) = (mix h + bias) * sigmoid(weight features + offset), for h (N, R) and features (N, G). A library's products
+// over few inputs spend their time on passes over their results; here both stay in registers until they are combined.
+void gated_product(float* out, const float* h, const float* mix, const float* bias, const float* features,
+                   const float* weight, const float* offset, int64_t rows, int64_t columns, int64_t rank, int64_t width) {
+  const int64_t tiles = divided_up(columns, kTileWidth), panel = 2 + rank + width;
+  std::vector<TileRow> packed(tiles * panel);  // of each tile: bias, offset, mix and weight, padded with 0
+  parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      TileRow* to = packed.data() + tile * panel;
+      const int64_t first = tile * kTileWidth, count = std::min<int64_t>(kTileWidth, columns - first);
+      if (bias) std::copy(bias + first, bias + first + count, to[0].values);
+      std::copy(offset + first, offset + first + count, to[1].values);
+      for (int64_t o = 0; o < count; ++o) {
+        for (int64_t k = 0; k < rank; ++k) to[2 + k].values[o] = mix[(first + o) * rank + k];
+        for (int64_t k = 0; k < width; ++k) to[2 + rank + k].values[o] = weight[(first + o) * width + k];
+      }
+    }
+  });
+  parallel_for(divided_up(rows, kTileRows), 1, [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(end * kTileRows, rows);
+    for (int64_t block = begin * kTileRows; block < last; block += kBlock)
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const TileRow* weights = packed.data() + tile * panel;
+        const int64_t first = tile * kTileWidth, count = std::min<int64_t>(kTileWidth, columns - first);
+        for (int64_t row = block; row < std::min(block + kBlock, last); row += kTileRows) {
+          const float *of_h[kTileRows], *of_features[kTileRows];
+          for (int i = 0; i < kTileRows; ++i) {  // a tile that reaches over the end repeats the last row
+            of_h[i] = h + std::min(row + i, last - 1) * rank;
+            of_features[i] = features + std::min(row + i, last - 1) * width;
+          }
+          const Tile values(of_h, weights + 2, rank, weights[0]);
+          const Tile logits(of_features, weights + 2 + rank, width, weights[1]);
+          for (int i = 0; i < std::min<int64_t>(kTileRows, last - row); ++i)
+            for_vectors(count, [&](int64_t at, int lanes) {
+              const int v = int(at / kLanes);
+              store(out + (row + i) * columns + first + at, values.sums[i][v] * sigmoid(logits.sums[i][v]), lanes);
+            });
+        }
+      }
+  });
+}
+
 // Gradients of value and, over ``logits``, of logits; their sums over rows are added to ``to_bias`` (2, O).
 template <class T>
 void gate_backward(T* to_values, T* changed, float* to_bias, const T* outputs, const T* grads, const T* biases,
@@ -272,6 +345,13 @@ void gate(bool half, int threads, void* out, const void* value, const void* logi
           int64_t columns) {
   most_threads = threads;
   RELINEAR_DISPATCH(half, gate((T*)out, (const T*)value, (const T*)logits, (const T*)bias, rows, columns));
+}
+
+void gated_product(int threads, float* out, const float* h, const float* mix, const float* bias, const float* features,
+                   const float* weight, const float* offset, int64_t rows, int64_t columns, int64_t rank,
+                   int64_t width) {
+  most_threads = threads;
+  gated_product(out, h, mix, bias, features, weight, offset, rows, columns, rank, width);
 }
 
 void gate_backward(bool half, int threads, void* to_value, void* logits, float* to_bias, const void* y, const void* grad,
