@@ -304,6 +304,46 @@ def test_a_kind_is_registered_once():
             kind: ClassVar[str] = "low_rank"
 
     assert Config.from_dict is not OperatorConfig.from_dict
+    with pytest.raises(ValueError, match="hides a method"):
+
+        @register
+        class Hiding(OperatorConfig):
+            kind: ClassVar[str] = "hiding"
+            scaled: float = 1.0
+
+    for rank in (1, 2):  # a notebook's cell that runs again
+
+        @register
+        class Again(OperatorConfig):
+            kind: ClassVar[str] = "again"
+            size: int = rank
+
+    assert OperatorConfig.read("again").size == 2
+
+
+def test_a_tuple_without_a_loss_warns_as_an_output_does(model):
+    for keywords in ({}, {"return_dict": False}):
+        with pytest.warns(UserWarning, match="not added to any loss"):
+            model(IDS, **keywords)
+
+
+def test_metrics_without_a_loss_are_detached_and_those_of_the_forward(model):
+    class Measured(LowRankLinear):
+        def forward(self, x):
+            y = super().forward(x)
+            self.record_auxiliary({}, {"energy": y.float().square().mean(-1)})
+            return y
+
+    layer = model.model.layers[0].mlp.up_proj
+    layer.__class__ = Measured
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(BATCH, labels=padded(BATCH)).loss
+    before = layer.metrics()["energy"]
+    loss.backward()
+    assert layer.metrics()["energy"].equal(before)
+    assert not before.requires_grad
+    layer.clear_auxiliary_losses()
+    assert not layer.has_auxiliary()
 
 
 def test_a_layer_that_is_skipped_keeps_the_means_of_its_own_forward(model) -> None:

@@ -119,7 +119,28 @@ def test_every_dense_operator_fits_better_under_the_moments_it_is_judged_by(conf
     assert torch.equal(fitted.bias, source.bias)
 
 
+def test_a_wrappers_bias_is_the_layers() -> None:
+    source = linear(16, 12, torch.float32)
+    source.bias.data.mul_(30)
+    statistics = CalibrationStatistics(moment(16, 40, 1).float())
+    fitted = relinear.Transponder(contextual=False, base=relinear.LowRank(rank=4)).build(16, 12)
+    fitted.fit_to_calibration_(source, statistics)
+    alone = relinear.LowRank(rank=4).build(16, 12).fit_to_calibration_(source, statistics)
+    torch.testing.assert_close(fitted.dense_bias(), source.bias)
+    torch.testing.assert_close(fitted.to_dense(), alone.to_dense(), rtol=1e-4, atol=1e-5)
+
+
 def test_refusals() -> None:
+    for dtype in (torch.float16, torch.int64):
+        with pytest.raises(ValueError, match="float32 or float64"):
+            CalibrationStatistics(torch.eye(3, dtype=dtype))
+    with pytest.raises(ValueError, match="tokens must be a whole number"):
+        CalibrationStatistics(torch.eye(3), tokens="many")  # type: ignore[arg-type]
+    assert CalibrationStatistics.identity(3) != CalibrationStatistics.identity(3)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        relinear.LowRank(rank=2).build(16, 16).fit_to_calibration_(
+            nn.Linear(16, 16), CalibrationStatistics.identity(16), steps=0
+        )
     with pytest.raises(ValueError, match=r"sizes \(24, 16\) do not fit a layer of sizes \(16, 16\)"):
         relinear.LowRank(rank=2).build(16, 16).fit_to_calibration_(
             nn.Linear(16, 16), CalibrationStatistics(moment(24, 9, 0))

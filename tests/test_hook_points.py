@@ -65,11 +65,11 @@ def model(request):
 def run(model, interventions=None):
     seen = {}
     points = hook_points(model, outputs=True)
-    hooks = [point.hook for point in points.values()]
+    hooks = [point.hooks for point in points.values()]
     watched = observe(model, lambda name, latent: seen.update({name: latent.z.clone()}), points)
     with activations.intervene(model, interventions or {"lm_head.output": []}), watched:
         logits = model(IDS).logits
-    assert [point.hook for point in points.values()] == hooks
+    assert [point.hooks for point in points.values()] == hooks
     return logits, seen
 
 
@@ -147,7 +147,7 @@ def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
 def test_hooks_are_removed_if_one_of_them_cannot_be_set(monkeypatch) -> None:
     model = with_latents()
     points = hook_points(model, outputs=True)
-    before = [point.hook for point in points.values()]
+    before = [point.hooks for point in points.values()]
 
     def fails(hook):
         raise RuntimeError("no hooks here")
@@ -155,7 +155,7 @@ def test_hooks_are_removed_if_one_of_them_cannot_be_set(monkeypatch) -> None:
     monkeypatch.setattr(list(points.values())[-1].module, "register_forward_hook", fails)
     with pytest.raises(RuntimeError, match="no hooks here"), observe(model, print, points):
         pass
-    assert [point.hook for point in points.values()] == before
+    assert [point.hooks for point in points.values()] == before
 
 
 def test_layers_are_not_replaced_within_a_block() -> None:
@@ -253,10 +253,10 @@ def test_points_of_an_adapted_model_have_the_names_of_a_stock_model() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = with_latents()
-    names = [f"base_model.model.{name}" for name in hook_points(model, outputs=True)]
+    names = list(hook_points(model, outputs=True))
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
     points = hook_points(adapted, outputs=True)
-    assert sorted(name for name in points if "lora" not in name) == sorted(names)
+    assert sorted(points) == sorted(names)
     layer = adapted.base_model.model.model.layers[0].self_attn.o_proj
     outputs = []
     handle = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -264,6 +264,72 @@ def test_points_of_an_adapted_model_have_the_names_of_a_stock_model() -> None:
     handle.remove()
     with activations.intervene(adapted, {"o_proj.output": activations.Patch(0.0), "q_proj": activations.Patch(0.0)}):
         assert all((value == 0).all() for name in ("o_proj.output", "q_proj") for value in values_of(adapted, name))
+
+
+def test_a_copy_that_peft_trains_is_the_point() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = with_modulators()
+    names = list(hook_points(model, outputs=True))
+    settings = LoraConfig(target_modules=["o_proj"], modules_to_save=["modulator"])
+    adapted = get_peft_model(model, settings)
+    assert sorted(hook_points(adapted, outputs=True)) == sorted(names)
+    before = adapted(IDS).logits
+    with activations.intervene(adapted, {"modulator.channel": activations.Patch(0.0)}):
+        assert not torch.equal(adapted(IDS).logits, before)
+        with adapted.disable_adapter():
+            assert torch.equal(adapted(IDS).logits, before)  # of the original module, which the block does not hook
+    with adapted.disable_adapter(), activations.intervene(adapted, {"modulator.channel": activations.Patch(0.0)}):
+        assert not torch.equal(adapted(IDS).logits, before)
+
+
+def test_blocks_may_end_in_any_order() -> None:
+    model = with_latents().eval()
+    names = {"o_proj.output": activations.Add(1.0), "q_proj": activations.Add(1.0)}
+    before = model(IDS).logits
+    first, second = activations.intervene(model, names), activations.intervene(model, names)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with activations.intervene(model, names):
+        twice = model(IDS).logits
+    once = model(IDS).logits
+    second.__exit__(None, None, None)
+    assert model(IDS).logits.equal(before)
+    assert not once.equal(before)
+    assert not twice.equal(once)
+
+
+class Misnamed(activations.HasHookPoints, torch.nn.Module):
+    def __init__(self, declared):
+        super().__init__()
+        self.declared = declared
+
+    def hook_sizes(self):
+        return {self.declared: 2}
+
+    def forward(self, x):
+        return self.hooked("gate", x)
+
+
+def test_declared_and_used_names_agree() -> None:
+    for name in ("output", "a.b"):
+        with pytest.raises(ValueError, match="hook_sizes"):
+            hook_points(Misnamed(name))
+    model = torch.nn.Sequential(Misnamed("gaet"))
+    with (
+        activations.intervene(model, {"gaet": activations.Patch(0.0)}),
+        pytest.raises(ValueError, match="'gate' is not among its hook_sizes"),
+    ):
+        model(torch.ones(2))
+
+
+def test_a_copy_made_in_a_block_becomes_a_plain_layer() -> None:
+    model = make_tiny_llama().eval()
+    with activations.intervene(model, {"o_proj.output": activations.Patch(0.0)}):
+        copied = copy.deepcopy(model)
+    assert torch.equal(copied(IDS).logits, model(IDS).logits)
+    assert not any(module._forward_hooks for module in copied.modules() if isinstance(module, torch.nn.Linear))
 
 
 def test_gradient_checkpointing_is_noticed_in_a_model_within_another() -> None:
@@ -307,12 +373,15 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         "number.* got 'a'": lambda: activations.Add("a"),
         "number.* got None": lambda: activations.Add(None),
         "number.*, got 'a'": lambda: activations.Clamp("a", 1),
-        "swap": lambda: activations.Clamp(1, -1),
+        "at most the maximum": lambda: activations.Clamp(1, -1),
         "nan": lambda: activations.Clamp(float("nan"), 1),
         "minimum": lambda: activations.Clamp(),
         r"mask\.nonzero": lambda: activations.Patch(0.0, dims=[True, False]),
         r"nonzero\(\)": lambda: activations.Patch(0.0, dims=torch.tensor([True, False])),
         "must be indices": lambda: activations.Patch(0.0, dims=[0.5]),
+        "must be different indices": lambda: activations.intervene(
+            model, {"o_proj.output": activations.Add(1.0, dims=[0, -32])}
+        ),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=message):

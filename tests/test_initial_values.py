@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -146,6 +147,34 @@ def test_initialising_again_leaves_what_has_its_values() -> None:
     model.init_weights()
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
+
+
+class Shift(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.constant_(self.shift, 0.5)
+
+
+@relinear.register
+class ShiftOfAnotherPackage(relinear.contract.AttachmentConfig):
+    kind: ClassVar[str] = "shift_of_another_package"
+
+    def attach(self, model):
+        model.model.add_module("shift", Shift(8))
+
+
+def test_parts_of_other_packages_are_initialised_with_the_model() -> None:
+    def make():
+        model = make_tiny_llama()
+        relinear.attach_(model, ShiftOfAnotherPackage())
+        return model
+
+    model = initialized_on_meta(make)
+    assert (model.model.shift.shift == 0.5).all()
 
 
 def test_a_state_without_the_operators_gives_fresh_ones() -> None:

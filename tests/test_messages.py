@@ -99,6 +99,7 @@ def test_a_missing_directory_names_few_others(tmp_path, monkeypatch):
 def test_none_is_a_word_where_a_setting_takes_words(text, name):
     assert getattr(OperatorConfig.read(text), name) == "none"
     assert OperatorConfig.read("hdpl:free_nats=none").free_nats is None
+    assert OperatorConfig.read("hdpl:beta=.5").beta == 0.5  # as in YAML
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from relinear import OperatorConfig, register
+from relinear.contract import Count
 from relinear_examples.structured import StructuredLinear
 
 __all__ = ["Circulant", "CirculantLinear"]
@@ -78,11 +79,7 @@ class Circulant(OperatorConfig):
     kind: ClassVar[str] = "circulant"
     module_class = CirculantLinear
 
-    block: int = 8
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
-            raise ValueError(f"block must be a positive integer, got {self.block!r}")
+    block: Count = 8
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.block > max(in_features, out_features):

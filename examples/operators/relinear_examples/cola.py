@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from relinear import register
+from relinear.contract import Count
 from relinear_examples.structured import RankedConfig, StructuredLinear
 
 __all__ = ["CoLA", "CoLALinear"]
@@ -47,7 +48,7 @@ class CoLA(RankedConfig):
     module_class = CoLALinear
     fits_weight = False
 
-    rank: int = 64
+    rank: Count = 64
 
     def full_rank(self, in_features: int, out_features: int) -> int:
         return min(in_features, out_features)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from relinear import LowRank, Operator, OperatorConfig
+from relinear.contract import Count
 from relinear.contract.calibration_statistics import CalibrationStatistics, fit_by_lbfgs_
 from relinear.contract.linear_layers import linear_of
 
@@ -103,8 +104,7 @@ class StructuredLinear(Operator):
         """Inputs of unit variance give outputs of unit variance; no bias."""
         for name, (_, std) in self.tensors().items():
             nn.init.normal_(self.get_parameter(name), std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def gains_by_composing(self, x: Tensor) -> bool:
         """Whether W made once, like the product for I tokens, and a dense product take fewer FLOPs than the product."""
@@ -141,15 +141,11 @@ class StructuredLinear(Operator):
 class RankedConfig(OperatorConfig):
     """Settings with a rank, in which the number of parameters grows."""
 
-    rank: int = 4
+    rank: Count = 4
 
     def full_rank(self, in_features: int, out_features: int) -> int:
         """The rank with which every matrix of this size can be written."""
         raise NotImplementedError
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         most = self.full_rank(in_features, out_features)
@@ -188,13 +184,8 @@ class RankedConfig(OperatorConfig):
 class BlockedConfig(RankedConfig):
     """Settings with a rank and blocks, which divide both sides of the matrix."""
 
-    rank: int = 8
-    blocks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.blocks, int) or isinstance(self.blocks, bool) or self.blocks < 1:
-            raise ValueError(f"blocks must be a positive integer, got {self.blocks!r}")
+    rank: Count = 8
+    blocks: Count = 4
 
     def full_rank(self, in_features: int, out_features: int) -> int:
         return min(in_features, out_features)

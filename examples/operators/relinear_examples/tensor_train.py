@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
+from relinear.contract import Count
 from relinear_examples.structured import RankedConfig, StructuredLinear, factors
 
 __all__ = ["TensorTrain", "TensorTrainLinear"]
@@ -86,7 +87,7 @@ class TensorTrain(RankedConfig):
     kind: ClassVar[str] = "tensor_train"
     module_class = TensorTrainLinear
 
-    rank: int = 8
+    rank: Count = 8
 
     def full_rank(self, in_features: int, out_features: int) -> int:
         return max(bonds(in_features, out_features))

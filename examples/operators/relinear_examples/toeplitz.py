@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
+from relinear.contract import Count
 from relinear_examples.structured import RankedConfig, StructuredLinear
 
 __all__ = ["Toeplitz", "ToeplitzLinear"]
@@ -90,7 +91,7 @@ class Toeplitz(RankedConfig):
     kind: ClassVar[str] = "toeplitz"
     module_class = ToeplitzLinear
 
-    rank: int = 2
+    rank: Count = 2
 
     def full_rank(self, in_features: int, out_features: int) -> int:
         return max(in_features, out_features)

@@ -12,7 +12,7 @@ from relinear.activations.hooks import (
 from relinear.activations.interventions import Add, Clamp, Patch, intervene
 from relinear.activations.interventions import Inject as Inject  # an earlier name, which works for one more version
 from relinear.activations.latent_recording import latents, moment_alignment
-from relinear.activations.shared_context import context
+from relinear.activations.shared_context import context, current_context
 
 __all__ = [
     "Activation",
@@ -24,6 +24,7 @@ __all__ = [
     "LatentOperator",
     "Patch",
     "context",
+    "current_context",
     "hook_points",
     "intervene",
     "latents",

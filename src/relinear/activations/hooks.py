@@ -4,7 +4,8 @@
 - A gate has its module's name followed by its own, ``...up_proj.basis_gate``, ``...down_proj.modulator.channel``.
 - A layer's output has the layer's name followed by ``output``.
 
-A hook point has at most one ``ActivationHook``: the module passes the value to it and uses the result.
+Blocks (``intervene``, ``observe``) set an ``ActivationHook`` each. The module passes its value to all of them and uses
+the result.
 """
 
 # Legend: R size of the hook point
@@ -27,7 +28,7 @@ from relinear.contract.input_checks import check_model
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.deprecated import adopt_renamed_attributes, warn_renamed, with_attributes_of_0_2
-from relinear.hf.peft_models import is_adapted, stock_name
+from relinear.hf.peft_models import is_adapted, stock_modules
 from relinear.settings.messages import did_you_mean, quoted
 from relinear.settings.patterns import check_patterns, matches
 
@@ -82,36 +83,32 @@ class Intervention:
 
 @dataclasses.dataclass(eq=False)
 class ActivationHook:
-    """Apply interventions to an activation and show it to observers.
+    """What one block does at a hook point.
 
     Attributes:
         interventions: applied in order.
-        observers: called with the activation after all interventions.
+        observers: called with the activation after the interventions of all blocks.
     """
 
     interventions: Sequence[Intervention] = ()
     observers: Sequence[Observer] = ()
 
-    def __call__(self, activation: Activation) -> Tensor:
-        """Return the value after all interventions, which the observers see."""
-        for intervention in self.interventions:
-            z = intervention.apply(activation)
-            if not isinstance(z, Tensor) or z.shape != activation.z.shape:
-                got = f"one of shape {tuple(z.shape)}" if isinstance(z, Tensor) else quoted(z)
-                raise ValueError(
-                    f"{type(intervention).__name__}.apply must return a tensor of shape {tuple(activation.z.shape)}, "
-                    f"got {got}"
-                )
-            activation = activation._replace(z=z)
-        if not is_recomputing():  # which is not a new observation
-            for observer in self.observers:
-                observer(activation)
-        return activation.z
 
-    def then(self, other: ActivationHook) -> ActivationHook:
-        """Return a hook that applies the interventions of both, and calls the observers of both afterwards."""
-        interventions = (*self.interventions, *other.interventions)
-        return ActivationHook(interventions, (*self.observers, *other.observers))
+def apply_hooks(hooks: Sequence[ActivationHook], activation: Activation) -> Tensor:
+    """Return the value after all interventions, and show it to all observers."""
+    for intervention in (one for hook in hooks for one in hook.interventions):
+        z = intervention.apply(activation)
+        if not isinstance(z, Tensor) or z.shape != activation.z.shape:
+            got = f"one of shape {tuple(z.shape)}" if isinstance(z, Tensor) else quoted(z)
+            raise ValueError(
+                f"{type(intervention).__name__}.apply must return a tensor of shape {tuple(activation.z.shape)}, "
+                f"got {got}"
+            )
+        activation = activation._replace(z=z)
+    if not is_recomputing():  # which is not a new observation
+        for observer in (one for hook in hooks for one in hook.observers):
+            observer(activation)
+    return activation.z
 
 
 @with_attributes_of_0_2
@@ -119,12 +116,13 @@ class HasHookPoints:
     """Give a module, such as a gate, hook points: its ``forward`` passes each value through ``hooked``.
 
     Attributes:
-        hook_kind: kind of the values, in one word; that of the value "latent" is "latent".
-        activation_hooks: the hooks by name; None if there are none, so that values need not be computed for them.
+        hook_kind: kind of all values but "latent", in one word.
+        activation_hooks: the hooks by name, of the outermost block first; None if there are none, so that values need
+            not be computed for them.
     """
 
     hook_kind: str = "gate"
-    activation_hooks: Mapping[str, ActivationHook] | None = None
+    activation_hooks: Mapping[str, tuple[ActivationHook, ...]] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -137,14 +135,18 @@ class HasHookPoints:
     @property
     def is_intervened(self) -> bool:
         """Return whether a hook changes values; if none does, ``forward`` may still use its fused kernel."""
-        return self.activation_hooks is not None and any(hook.interventions for hook in self.activation_hooks.values())
+        if self.activation_hooks is None:
+            return False
+        return any(hook.interventions for hooks in self.activation_hooks.values() for hook in hooks)
 
     def hooked(self, name: str, value: Tensor | Activation) -> Tensor:
-        """Return the value ``name`` (..., R), or the z of an ``Activation``, after its hook."""
-        hook = None if self.activation_hooks is None else self.activation_hooks.get(name)
-        if hook is None:
+        """Return the value ``name`` (..., R), or the z of an ``Activation``, after its hooks."""
+        hooks = None if self.activation_hooks is None else self.activation_hooks.get(name)
+        if hooks is None:
+            if self.activation_hooks is not None and name not in self.hook_sizes():
+                raise ValueError(f"{type(self).__name__}: {name!r} is not among its hook_sizes")
             return value.z if isinstance(value, Activation) else value
-        return hook(value if isinstance(value, Activation) else as_activation(value))
+        return apply_hooks(hooks, value if isinstance(value, Activation) else as_activation(value))
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()  # a copy has no hooks
@@ -160,9 +162,9 @@ class LatentOperator(HasHookPoints, Operator):
         raise NotImplementedError(f"{type(self).__name__} does not implement latent_size")
 
     @property
-    def _latent_tap(self) -> ActivationHook | None:  # operators of 0.2 call it
+    def _latent_tap(self) -> Callable[[Activation], Tensor] | None:  # operators of 0.2 call it
         warn_renamed(f"{type(self).__name__}._latent_tap", 'hooked("latent", ...)')
-        return (self.activation_hooks or {}).get(LATENT)
+        return functools.partial(self.hooked, LATENT) if LATENT in (self.activation_hooks or {}) else None
 
     def hook_sizes(self) -> dict[str, int]:
         return {LATENT: self.latent_size}
@@ -170,7 +172,7 @@ class LatentOperator(HasHookPoints, Operator):
 
 @dataclasses.dataclass(eq=False)
 class HookPoint:
-    """Name a value of a module to which a hook can be attached.
+    """Name a value of a module to which hooks can be attached.
 
     Attributes:
         module: whose forward computes the value.
@@ -185,49 +187,61 @@ class HookPoint:
     kind: str
 
     @property
-    def hook(self) -> ActivationHook | None:
-        """Return the hook that is set, or None."""
-        return (self.module.activation_hooks or {}).get(self.name)
+    def hooks(self) -> tuple[ActivationHook, ...]:
+        """Return the hooks that are set, of the outermost block first."""
+        return (self.module.activation_hooks or {}).get(self.name, ())
 
-    def set_hook(self, hook: ActivationHook | None) -> None:
-        """Set the hook, or remove it."""
+    def set_hooks(self, hooks: tuple[ActivationHook, ...]) -> None:
+        """Set the hooks in place of others."""
         # a new mapping, so that a compiled forward sees the change
-        hooks = {n: h for n, h in (self.module.activation_hooks or {}).items() if n != self.name}
-        self.module.activation_hooks = (hooks if hook is None else hooks | {self.name: hook}) or None
+        changed = {**(self.module.activation_hooks or {}), self.name: hooks}
+        self.module.activation_hooks = {name: hooks for name, hooks in changed.items() if hooks} or None
+
+    def remove_hook(self, hook: ActivationHook) -> None:
+        """Remove one of the hooks."""
+        self.set_hooks(tuple(other for other in self.hooks if other is not hook))
 
 
 class _OutputHook:
-    """Forward hook that passes a layer's output to an activation hook; in a copy of the layer it does nothing."""
+    """Forward hook that passes a layer's output to activation hooks; in a copy of the layer it removes itself."""
 
-    def __init__(self, hook: ActivationHook | None) -> None:
-        self.hook = hook
+    def __init__(self, hooks: tuple[ActivationHook, ...]) -> None:
+        self.hooks = hooks
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return output if self.hook is None else self.hook(as_activation(output))
+        if self.hooks:
+            return apply_hooks(self.hooks, as_activation(output))
+        _remove_output_hook(module)  # so that the copy may use its fused kernels
+        return output
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"hook": None}
+        return {"hooks": ()}
+
+
+def _remove_output_hook(module: nn.Module) -> None:
+    hooks = module._forward_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _OutputHook)]:
+        del hooks[key]
 
 
 class _OutputPoint(HookPoint):
     @property
-    def hook(self) -> ActivationHook | None:
-        hooks = self.module._forward_hooks.values()
-        return next((hook.hook for hook in hooks if isinstance(hook, _OutputHook)), None)
+    def hooks(self) -> tuple[ActivationHook, ...]:
+        forward_hooks = self.module._forward_hooks.values()
+        return next((hook.hooks for hook in forward_hooks if isinstance(hook, _OutputHook)), ())
 
-    def set_hook(self, hook: ActivationHook | None) -> None:
-        hooks = self.module._forward_hooks
-        for key in [key for key, registered in hooks.items() if isinstance(registered, _OutputHook)]:
-            del hooks[key]
-        if hook is not None:
-            self.module.register_forward_hook(_OutputHook(hook))
+    def set_hooks(self, hooks: tuple[ActivationHook, ...]) -> None:
+        _remove_output_hook(self.module)
+        if hooks:
+            self.module.register_forward_hook(_OutputHook(hooks))
 
 
 def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoint]:
     """Return the hook points of ``model`` by name, in the order of its modules.
 
     Args:
-        model: any model, compiled or not.
+        model: any model, compiled or not. Names are those that it has without PEFT and ``torch.compile``; the output
+            of a layer with an adapter is that of both.
         outputs: whether to list the outputs of linear layers and operators too, after latents and gates of the same
             module. Stock embeddings, and a head that is tied to a replaced one, have none.
 
@@ -239,16 +253,17 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
     """
     check_model(model, "hook_points")
     points: dict[str, HookPoint] = {}
-    for full_name, module in model.named_modules():
-        name = stock_name(full_name)
+    module: Any
+    for name, module in stock_modules(model):
         if isinstance(module, HasHookPoints):
             for value, size in module.hook_sizes().items():
+                if "." in value or value == OUTPUT:
+                    raise ValueError(f"{type(module).__name__}.hook_sizes: {value!r} has a dot or is 'output'")
                 point_name = ".".join(filter(None, (name, "" if value == LATENT else value)))
                 points[point_name] = HookPoint(module, value, size, LATENT if value == LATENT else module.hook_kind)
         layer: Any = module.get_base_layer() if is_adapted(module) else module
         if outputs and name and is_replaceable(layer):
             size = linear_features(layer)[0 if embeds(layer) else 1]
-            # an adapter comes before the layer inside it, whose name it has
             points.setdefault(f"{name}.{OUTPUT}", _OutputPoint(module, OUTPUT, size, OUTPUT))
     return points
 
@@ -269,7 +284,7 @@ def matching_names(points: Iterable[str], pattern: str) -> list[str]:
 
     Args:
         points: full names.
-        pattern: one of them, which means it alone, or a pattern as for ``replace_``.
+        pattern: one of them, which means it alone, or a pattern as for ``replace_``, but for "all-linear".
 
     Raises:
         ValueError: if it matches none, with the nearest names.
@@ -289,7 +304,7 @@ def matching_names(points: Iterable[str], pattern: str) -> list[str]:
 
 def check_not_hooked(model: nn.Module, caller: str) -> None:
     """Raise ValueError, naming the function ``caller``, within a block that has set hooks on ``model``."""
-    name = next((name for name, point in hook_points(model, outputs=True).items() if point.hook is not None), None)
+    name = next((name for name, point in hook_points(model, outputs=True).items() if point.hooks), None)
     if name is not None:
         raise ValueError(
             f"{name} has a hook, which {caller} would lose; leave the `with` block of intervene, observe or latents"
@@ -321,9 +336,8 @@ class HookBlock(AbstractContextManager[T]):
                 # a compiled forward does not see forward hooks that were added or removed after it was compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for name, hook in hooks.items():
-                point, outer = points[name], points[name].hook
-                stack.callback(point.set_hook, outer)
-                point.set_hook(hook if outer is None else outer.then(hook))
+                stack.callback(points[name].remove_hook, hook)
+                points[name].set_hooks((*points[name].hooks, hook))
             self._entered.append(stack.pop_all())
         return self._value
 

@@ -45,8 +45,9 @@ class _DimensionIntervention(Intervention):
         raise NotImplementedError(f"{type(self).__name__} does not implement arguments")
 
     def check(self, name: str, size: int) -> None:
-        if self.dims is not None and not all(-size <= d < size for d in self.dims):
-            raise ValueError(f"{name}: dims={quoted(self.dims)} must be indices into its {size} dimensions")
+        dims = [] if self.dims is None else [int(d) for d in self.dims]
+        if not all(-size <= d < size for d in dims) or len({d % size for d in dims}) < len(dims):
+            raise ValueError(f"{name}: dims={quoted(self.dims)} must be different indices into its {size} dimensions")
         width = size if self.dims is None else len(self.dims)
         for argument, value in self.arguments().items():
             shape = _as_tensor(value).shape
@@ -77,8 +78,8 @@ class Clamp(_DimensionIntervention):
         dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
-        ValueError: if ``minimum`` is above ``maximum``; by ``intervene``, if a shape or a dimension does not fit the
-            hook point.
+        ValueError: if ``minimum`` and ``maximum`` are numbers and the first is above the second; by ``intervene``, if a
+            shape or a dimension does not fit the hook point.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -96,7 +97,8 @@ class Clamp(_DimensionIntervention):
         if not bounds:
             raise ValueError("Clamp needs a minimum, a maximum or both")
         if all(bound.ndim == 0 for bound in bounds) and not bounds[0] <= bounds[-1]:  # nor if one is NaN
-            raise ValueError(f"Clamp(minimum={quoted(self.minimum)}, maximum={quoted(self.maximum)}): swap the two")
+            values = f"minimum={quoted(self.minimum)}, maximum={quoted(self.maximum)}"
+            raise ValueError(f"Clamp({values}): the minimum must be a number that is at most the maximum")
 
     def arguments(self) -> dict[str, Any]:
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
@@ -228,9 +230,9 @@ def intervene(
         A ``with`` block, which may be used again: forwards within it are changed.
 
     Raises:
-        ValueError: at the call or on entry, for an unknown name (with the nearest names), values of a wrong shape, or
-            training with gradient checkpointing, as a backward after the block would recompute the forward without the
-            interventions. The model is then unchanged.
+        ValueError: at the call or on entry, for an unknown name (with the nearest names), values of a wrong shape, or a
+            model that is in training mode with gradient checkpointing: a backward after the block would recompute the
+            forward without the interventions. The model is then unchanged.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))

@@ -166,9 +166,7 @@ def _stored_around(model: nn.Module) -> Mapping[str, Activation]:
         DeprecationWarning,
         stacklevel=4,
     )
-    hooks = [
-        hook for operator in latent_operators(model).values() for hook in (operator.activation_hooks or {}).values()
-    ]
+    hooks = [hook for point in latent_points(hook_points(model)).values() for hook in point.hooks]
     observers: list[Any] = [observer for hook in hooks for observer in hook.observers]
     owners = [getattr(observer.func, "__self__", None) for observer in observers]  # partials, made by ``observe``
     return next((owner for owner in reversed(owners) if isinstance(owner, Latents)), {})

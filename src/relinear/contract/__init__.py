@@ -10,7 +10,7 @@ What all rooms use: ``input_checks``, ``module_state``, ``module_tree``, ``numer
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.config import Count, check_divides, register
+from relinear.contract.config import Count, IntRange, NonNegative, check_divides, check_fits, register
 from relinear.contract.objective import ObjectiveConfig
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameter_roles import ParamRole
@@ -20,6 +20,8 @@ __all__ = [
     "AttachmentConfig",
     "CalibrationStatistics",
     "Count",
+    "IntRange",
+    "NonNegative",
     "NotLinearError",
     "ObjectiveConfig",
     "Operator",
@@ -29,5 +31,6 @@ __all__ = [
     "WrapperConfig",
     "auxiliary_losses_of",
     "check_divides",
+    "check_fits",
     "register",
 ]

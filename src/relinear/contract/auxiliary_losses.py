@@ -6,6 +6,7 @@
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
+from relinear.contract.module_tree import stock_name
 from relinear.contract.operator import named_operators
 
 
@@ -29,10 +30,11 @@ def auxiliary_losses_of(model: nn.Module) -> dict[str, Tensor]:
         ['model.layers.0.self_attn.q_proj/latent']
     """
     check_model(model, "auxiliary_losses_of")
-    named = {name: operator.auxiliary_losses() for name, operator in named_operators(model)}
+    named = {stock_name(name): operator.auxiliary_losses() for name, operator in named_operators(model)}
     return {f"{name}/{key}": value for name, losses in named.items() for key, value in losses.items()}
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
     """Return the operators' metrics of the last training forward, as ``{"layer.name/metric": detached scalar}``."""
-    return {f"{name}/{key}": value for name, op in named_operators(model) for key, value in op.metrics().items()}
+    named = {stock_name(name): operator.metrics() for name, operator in named_operators(model)}
+    return {f"{name}/{key}": value for name, metrics in named.items() for key, value in metrics.items()}

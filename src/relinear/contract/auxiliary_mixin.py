@@ -53,9 +53,10 @@ class AuxiliaryLossMixin(nn.Module):
         return any(recorder._auxiliary_losses or recorder._metrics for recorder in self._recorders())
 
     def clear_auxiliary_losses(self) -> None:
-        """Drop the losses of an earlier forward, with their graph."""
+        """Drop the losses of an earlier forward, with their graph, and in training its metrics."""
         for recorder in self._recorders():
             recorder._auxiliary_losses = {}
+            recorder._metrics = {} if recorder.training else recorder._metrics
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
         """Reduce the per-token loss or metric ``name`` to a scalar: by default the mean over the tokens in ``mask``.
@@ -84,11 +85,11 @@ class AuxiliaryLossMixin(nn.Module):
         If one forward of the model calls this several times, the last call counts. When gradient checkpointing
         recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
         """
-        # the model's forward clears the losses first, so if there are any, this runs within its backward pass
-        if not (self._auxiliary_losses and is_recomputing()):
+        # the model's forward clears both first, so if there are any, this runs within its backward pass
+        if not ((self._auxiliary_losses or self._metrics) and is_recomputing()):
             # nn.Module.__setattr__ would look for parameters
             object.__setattr__(self, "_auxiliary_losses", losses)
-            object.__setattr__(self, "_metrics", metrics)
+            object.__setattr__(self, "_metrics", {name: value.detach() for name, value in metrics.items()})
 
     def reduce_auxiliary(self, mask: Tensor | None) -> None:
         """Reduce what the last forward recorded per token to means over the tokens in ``mask``.

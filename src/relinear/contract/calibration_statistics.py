@@ -18,7 +18,7 @@ from relinear.settings.messages import quoted
 
 
 @with_attributes_of_0_2
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CalibrationStatistics:
     """The second moments of a layer's inputs and output gradients on the calibration data.
 
@@ -48,6 +48,8 @@ class CalibrationStatistics:
             is_diagonal = name == "gradient_moment" and moment.ndim == 1
             if not is_diagonal and (moment.ndim != 2 or moment.shape[0] != moment.shape[1]):
                 raise ValueError(f"statistics: {name} must be a square matrix, got shape {tuple(moment.shape)}")
+            if moment.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"statistics: {name} must be in float32 or float64, got {moment.dtype}")
             if not bool(torch.isfinite(moment).all()):
                 raise ValueError(f"statistics: {name} has NaN or infinite values; calibrate in another dtype")
         check_value("statistics: tokens", self.tokens, Annotated[int, Field(ge=0)] | None)

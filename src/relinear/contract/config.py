@@ -84,8 +84,10 @@ def register(cls: C) -> C:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     annotations = _annotations(cls, sys._getframe(1).f_locals)
     registry = _REGISTRY.setdefault(cls.family, {})
-    if registry.setdefault(cls.kind, cls) is not cls:
-        raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {registry[cls.kind].__qualname__}")
+    other = registry.get(cls.kind, cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):  # else a notebook's cell ran again
+        raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {other.__qualname__}")
+    registry[cls.kind] = cls
     _ANNOTATIONS[cls] = annotations
     return cls
 
@@ -99,6 +101,8 @@ def _annotations(cls: type[Config], local_names: Mapping[str, Any]) -> dict[str,
         for name, annotation in vars(base).get("__annotations__", {}).items():
             if name not in settings:
                 continue
+            if any(callable(vars(other).get(name)) for other in base.__mro__[1:]):
+                raise ValueError(f"register: the setting {cls.__name__}.{name} hides a method; choose another name")
             one = type(base.__name__, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
             try:
                 annotations |= typing.get_type_hints(one, localns=names, include_extras=True)

@@ -59,7 +59,7 @@ class OperatorConfig(Config):
     Attributes:
         module_class: the operator's class.
         conditioned: whether it reads the context of a ``ContextManager`` or ``relinear.activations.context``.
-        fit_hint: advice in the error if it cannot.
+        fit_hint: advice in the error if ``fit_to_linear_`` cannot fit a weight.
 
     Examples:
         >>> config = relinear.OperatorConfig.read("low_rank:rank=8")
@@ -70,7 +70,7 @@ class OperatorConfig(Config):
     """
 
     family: ClassVar[str] = "operator"
-    module_class: ClassVar[Callable[..., Operator]]
+    module_class: ClassVar[type[Operator]]
     conditioned: ClassVar[bool] = False
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
 
@@ -220,10 +220,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
-        if type(self).create is not Operator.create:
+        if type(self).__init__ is Operator.__init__ or type(self).create is not Operator.create:
             self.create(**kw)
             self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-            # the meta device has sizes alone, and takes longer to draw none than others take to draw values
+            # tensors on the meta device have no values, and drawing them there would take time
             if not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
                 self.reset_parameters()
 
@@ -248,8 +248,13 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter in place from torch's global generator; must also run on the meta device."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement reset_parameters")
+        """Initialise every parameter in place from torch's global generator; must also run on the meta device.
+
+        By default it sets the bias to zero, and there must be no other parameter.
+        """
+        if any(name != "bias" for name, _ in self.named_parameters()):
+            raise NotImplementedError(f"{type(self).__name__} does not implement reset_parameters")
+        self.zero_bias_()
 
     # Dense form
 

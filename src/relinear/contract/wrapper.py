@@ -10,6 +10,7 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import check_value
 from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features, reference_parameter
 from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
@@ -133,6 +134,15 @@ class Wrapper(Operator):
         else:
             dense_weight(self.base).copy_(weight)  # a view of the stored weight, even of a transposed one
             self.copy_bias_(linear)
+        return self
+
+    @torch.no_grad()
+    def fit_to_calibration_(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
+        """Fit the wrapped layer to ``linear`` on the calibration data and make the wrapper neutral."""
+        if not self.config.fits_weight or not isinstance(self.base, Operator):
+            return self.fit_to_linear_(linear)
+        self.neutralize()
+        self.base.fit_to_calibration_(linear, statistics, steps=steps)
         return self
 
     def base_dense(self) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.hf.initialization import mark_initialized_
+from relinear.hf.initialization import PART, mark_initialized_, package_of
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 
 #: attribute with the list of configs; a model shares the list with its base model, which may be saved alone
@@ -30,7 +30,11 @@ def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
         owner[_ATTRIBUTE] = configs
     added = [n for n, _ in hf_model.named_modules() if n not in old_names and n.rpartition(".")[0] in old_names]
     for name in added:
-        mark_initialized_(hf_model.get_submodule(name))
+        part = hf_model.get_submodule(name)
+        for module in part.modules():
+            if package_of(module) == package_of(config):
+                setattr(module, PART, True)
+        mark_initialized_(part)
     if hf_model is not model:
         unfreeze_new_parameters_(hf_model, old_parameters)
         warn_adapters_omit(str(config), added)

@@ -1,4 +1,4 @@
-"""Round a Hugging Face model to half precision, for a block or for good."""
+"""Round a Hugging Face model to half precision (bfloat16), for a block or for good."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from relinear.contract.module_state import in_dtype
 
 @contextlib.contextmanager
 def at_half_precision(model: Any) -> Iterator[None]:
-    """Hold single-precision parameters in bfloat16 within the block; afterwards they are wide again, but rounded.
+    """Hold wider parameters in bfloat16 within the block; afterwards they have their dtypes again, but are rounded.
 
     bfloat16, because it has float32's range.
     """

@@ -12,13 +12,15 @@ from torch import nn
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 
+#: mark on modules that an attachment of another package added
+PART = "_is_relinear_part"
 #: transformers' mark on modules, and on tensors that were loaded
 INITIALIZED = "_is_hf_initialized"
 
 
 def initialize_(module: Any) -> None:
-    """Initialise relinear's ``module``, except for loaded tensors; a wrapped layer is initialised separately."""
-    is_ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
+    """Initialise an operator or part, except for loaded tensors; a wrapped layer is initialised separately."""
+    is_ours = isinstance(module, Operator) or package_of(module) == "relinear" or hasattr(module, PART)
     if not is_ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
         return
     tensors = module.state_dict(keep_vars=True).values()
@@ -28,6 +30,11 @@ def initialize_(module: Any) -> None:
         with torch.no_grad():
             for tensor, value in loaded:
                 tensor.copy_(value)
+
+
+def package_of(value: object) -> str:
+    """Return the package that defines the class of ``value``."""
+    return type(value).__module__.partition(".")[0]
 
 
 def mark_initialized_(part: nn.Module) -> None:

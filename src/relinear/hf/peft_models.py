@@ -1,13 +1,12 @@
 """Handle PEFT models: find the wrapped model, adapters and stock names, and warn about adapter checkpoints."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from relinear.contract.module_tree import BASE_LAYER, stock_name
 from relinear.settings.messages import warn_user
-
-#: PEFT's name for the layer inside an adapter
-BASE_LAYER = "base_layer"
 
 
 def unwrapped(model: Any) -> Any:
@@ -32,10 +31,27 @@ def is_added_by_peft(module: Any, child: str) -> bool:
     return copies or (child != BASE_LAYER and is_adapted(module))
 
 
-def stock_name(name: str) -> str:
-    """Return ``q_proj`` for ``q_proj.base_layer``: a name without what PEFT, FSDP and ``torch.compile`` add."""
-    wrappers = (BASE_LAYER, "_orig_mod")
-    return ".".join(part for part in name.split(".") if part not in wrappers and not part.endswith("_wrapped_module"))
+def stock_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of ``model``, each once, by their stock names; without the parts that PEFT's adapters add.
+
+    An adapter comes before the layer inside it, whose name it has. Of a module that PEFT trains a copy of
+    (``modules_to_save``), the one in use is yielded.
+    """
+    seen: set[nn.Module] = set()
+
+    def walk(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if _descends_from(module, "ModulesToSaveWrapper"):
+            active = "" if module.disable_adapters else next(iter(module.active_adapters), "")
+            copies = dict(module.modules_to_save.items())
+            module = copies.get(active, module.original_module)
+        if module not in seen:
+            seen.add(module)
+            yield stock_name(name), module
+            for key, child in module.named_children():
+                if key == BASE_LAYER or not is_adapted(module):
+                    yield from walk(child, f"{name}.{key}" if name else key)
+
+    return walk(model, "")
 
 
 def warn_adapters_omit(added: str, module_names: list[str]) -> None:

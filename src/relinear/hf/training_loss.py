@@ -51,9 +51,11 @@ def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any],
         operator.reduce_auxiliary(mask)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = auxiliary_losses_of(model)
-    if terms and loss is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        warn_user(_NO_LOSS)
-    if not terms or not isinstance(loss, Tensor) or loss.ndim:
+    if not isinstance(loss, Tensor) or loss.ndim:  # without labels a tuple begins with the logits
+        if terms and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            warn_user(_NO_LOSS)
+        return None
+    if not terms:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
     trainable = (p.requires_grad for op in recorders if op.auxiliary_losses() for p in op.parameters())

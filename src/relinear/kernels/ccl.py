@@ -118,8 +118,9 @@ def _forward(h, mix, bias, features, weight, offset) -> Tensor:
     y = h.new_empty(h.shape[0], mix.shape[0])
     offset = offset.contiguous()
     if h.dtype == torch.float32 and h.shape[1] + features.shape[1] <= h.shape[0]:  # else it repacks weights in vain
-        parts = (None if part is None else part.contiguous() for part in (h, mix, bias, features, weight))
-        native.calls.gated_product(y, *parts, offset)
+        bias = None if bias is None else bias.contiguous()
+        h, mix, features, weight = (part.contiguous() for part in (h, mix, features, weight))
+        native.calls.gated_product(y, h, mix, bias, features, weight, offset)
         return y
     for rows in row_portions(y):
         native.calls.gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), offset)

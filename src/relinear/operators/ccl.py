@@ -344,7 +344,7 @@ class CCL(OperatorConfig):
 
     @property
     def fit_hint(self) -> str:  # type: ignore[override]
-        """Return advice for the error if it cannot."""
+        """Return advice for the error if a weight cannot be fitted."""
         if self.composition == "selection":
             return "each token uses a part of the basis; use init='fresh', or relinear.distill_ to fit it on data"
         return (

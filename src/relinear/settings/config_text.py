@@ -1,15 +1,15 @@
 """Parse configs written as text, as on the command line: ``hdpl:rank=128,blocks=8``."""
 
-import json
 from typing import Any
 
 from relinear.settings.messages import quoted
+from relinear.settings.yaml_settings import read_value
 
 
 def parse_config_text(text: str) -> dict[str, Any]:
     """Parse ``kind:key=value,key=value`` into a mapping for ``Config.from_dict``.
 
-    Values are JSON scalars or lists, ``none``, bare words (strings), or a nested config in parentheses:
+    Values are those of YAML (numbers, words, lists), ``none``, or a nested config in parentheses:
     ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and
     ``transponder:rank=8,base=(low_rank:rank=4)`` nests one config in another. Kinds and keys are not checked here but
     by ``from_dict``.
@@ -59,6 +59,6 @@ def _parse_value(text: str) -> Any:
     if text.lower() in ("true", "false", "none", "null"):
         return {"true": True, "false": False}.get(text.lower())
     try:
-        return json.loads(text)
+        return read_value(text, "")
     except ValueError:
         return text
