@@ -6,6 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from relinear.system.files import os_errors_named, read_json
+from relinear.system.text import shorten
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -18,7 +19,8 @@ def count_tensors(files: Iterable[Path]) -> int:
             with os_errors_named(file), safe_open(file, "np") as stored:
                 count += len(stored.keys())
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
+            message = f"{file} is damaged or cut off ({shorten(str(error))}); restore it from a copy"
+            raise ValueError(message) from error
     return count
 
 
