@@ -80,7 +80,7 @@ class AuxiliaryLossMixin(nn.Module):
         }
 
     def record_auxiliary(self, losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        """Record losses and metrics of this training forward, one value per token or scalars.
+        """Record losses and (detached) metrics of this training forward, one value per token or scalars.
 
         If one forward of the model calls this several times, the last call counts. When gradient checkpointing
         recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
@@ -89,7 +89,7 @@ class AuxiliaryLossMixin(nn.Module):
         if not ((self._auxiliary_losses or self._metrics) and is_recomputing()):
             # nn.Module.__setattr__ would look for parameters
             object.__setattr__(self, "_auxiliary_losses", losses)
-            object.__setattr__(self, "_metrics", {name: value.detach() for name, value in metrics.items()})
+            object.__setattr__(self, "_metrics", dict(zip(metrics, map(Tensor.detach, metrics.values()))))
 
     def reduce_auxiliary(self, mask: Tensor | None) -> None:
         """Reduce what the last forward recorded per token to means over the tokens in ``mask``.

@@ -144,7 +144,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         if record and config.balance:
             used = (selected.detach() > 0).to(selected.dtype) / config.selected
             stacked = torch.stack([probabilities, used], -2)
-            self.record_auxiliary({"balance": stacked}, {"busiest": stacked.detach()})
+            self.record_auxiliary({"balance": stacked}, {"busiest": stacked})
         return selected
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:

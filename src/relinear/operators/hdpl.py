@@ -111,7 +111,7 @@ class HDPLLinear(FusedInference, LatentOperator):
         if logvar is not None:
             bound, free_nats = self.config.bound, self.config.free_nats
             loss, clamped, divergence = recomputed(reference.regularizer, mu, logvar, bound, free_nats)
-            metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
+            metrics = {"clamped": clamped.to(loss.dtype), "divergence": divergence}
             self.record_auxiliary({"latent": self.config.beta * loss}, metrics)
         return y
 
