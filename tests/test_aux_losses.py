@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import warnings
-from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ class PenalizedLinear(LowRankLinear):
 
 @register
 class Penalized(LowRank):
-    kind: ClassVar[str] = "penalised_for_test"
+    kind = "penalised_for_test"
     module_class = PenalizedLinear
 
 
@@ -301,21 +300,21 @@ def test_a_kind_is_registered_once():
         @register
         @dataclasses.dataclass(frozen=True, kw_only=True)
         class Other(OperatorConfig):
-            kind: ClassVar[str] = "low_rank"
+            kind = "low_rank"
 
     assert Config.from_dict is not OperatorConfig.from_dict
     with pytest.raises(ValueError, match="hides a method"):
 
         @register
         class Hiding(OperatorConfig):
-            kind: ClassVar[str] = "hiding"
+            kind = "hiding"
             scaled: float = 1.0
 
     for rank in (1, 2):  # a notebook's cell that runs again
 
         @register
         class Again(OperatorConfig):
-            kind: ClassVar[str] = "again"
+            kind = "again"
             size: int = rank
 
     assert OperatorConfig.read("again").size == 2

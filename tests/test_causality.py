@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 import transformers
@@ -27,7 +25,7 @@ class MeanPooled(ContextNetwork):
 
 @relinear.register
 class LeakingManager(relinear.ContextManager):
-    kind: ClassVar[str] = "leaking_manager"
+    kind = "leaking_manager"
 
     def attach(self, model):
         table = model.get_input_embeddings()

@@ -49,7 +49,7 @@ class PairsLinear(Operator):
 class Pairs(OperatorConfig):
     """Two thin products."""
 
-    kind: ClassVar[str] = "outside_pairs"
+    kind = "outside_pairs"
     module_class = PairsLinear
     rank: int = 3
 '''

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import pytest
 import torch
@@ -161,7 +160,7 @@ class Shift(torch.nn.Module):
 
 @relinear.register
 class ShiftOfAnotherPackage(relinear.contract.AttachmentConfig):
-    kind: ClassVar[str] = "shift_of_another_package"
+    kind = "shift_of_another_package"
 
     def attach(self, model):
         model.model.add_module("shift", Shift(8))

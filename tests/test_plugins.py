@@ -42,7 +42,7 @@ class ScaleLinear(Operator):
 class Scale(OperatorConfig):
     """A diagonal layer."""
 
-    kind: ClassVar[str] = "outside_scale"
+    kind = "outside_scale"
     module_class = ScaleLinear
     gain: float = 1.0
 '''

@@ -1,7 +1,5 @@
 """What the tests of training share: a data set, a probe operator with an auxiliary loss, runs of a tiny model."""
 
-from typing import ClassVar
-
 import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
@@ -57,7 +55,7 @@ class ProbeLinear(LowRankLinear):
 
 @register
 class Probe(OperatorConfig):
-    kind: ClassVar[str] = "train_probe"
+    kind = "train_probe"
     module_class = ProbeLinear
     rank: int = 4
 

@@ -6,8 +6,6 @@ noise that HDPL starts with, since silu'(z) + silu'(-z) = 1. So the matrix is th
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +42,7 @@ class DenseLikeHDPLLinear(Operator):
 class DenseLikeHDPL(OperatorConfig):
     """A dense layer that starts as HDPL with ``rank`` and ``blocks`` does."""
 
-    kind: ClassVar[str] = "dense_like_hdpl"
+    kind = "dense_like_hdpl"
     module_class = DenseLikeHDPLLinear
 
     rank: int = 64

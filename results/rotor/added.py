@@ -90,7 +90,7 @@ class Added(WrapperConfig):
         base: the operator; None keeps the layer that is there.
     """
 
-    kind: ClassVar[str] = "added"
+    kind = "added"
     module_class = AddedLinear
     fits_weight: ClassVar[bool] = False
 

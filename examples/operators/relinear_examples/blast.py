@@ -9,8 +9,6 @@ other two, so that the error never grows. (The authors descend by preconditioned
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -95,5 +93,5 @@ class Blast(BlockedConfig):
         blocks: K, the blocks a side, which divides both sizes.
     """
 
-    kind: ClassVar[str] = "blast"
+    kind = "blast"
     module_class = BlastLinear

@@ -8,8 +8,6 @@ blocks of what the SVD leaves. The error falls with every turn, as in Zhou and T
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -72,5 +70,5 @@ class BlockLowRank(BlockedConfig):
         blocks: K of the first, which divides both sizes.
     """
 
-    kind: ClassVar[str] = "block_low_rank"
+    kind = "block_low_rank"
     module_class = BlockLowRankLinear

@@ -9,8 +9,6 @@ matrix. As in the paper, each core starts, and is trained, by its own fan-in.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -82,7 +80,7 @@ class BTT(RankedConfig):
         rank: R, the rank of every sub-block; 1 is a Monarch matrix.
     """
 
-    kind: ClassVar[str] = "btt"
+    kind = "btt"
     module_class = BTTLinear
 
     def full_rank(self, in_features: int, out_features: int) -> int:

@@ -10,8 +10,6 @@ value of the bit. What is a butterfly matrix is found exactly.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -73,5 +71,5 @@ class ButterflyLinear(StructuredLinear):
 class Butterfly(OperatorConfig):
     """A butterfly matrix. 2 N log2 N parameters, whatever is set: there is nothing to set."""
 
-    kind: ClassVar[str] = "butterfly"
+    kind = "butterfly"
     module_class = ButterflyLinear

@@ -9,7 +9,7 @@ products of it. The closest one is the mean along each of its wrapped diagonals.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Circulant(OperatorConfig):
         block: B, the size of a block; 1 is a dense matrix.
     """
 
-    kind: ClassVar[str] = "circulant"
+    kind = "circulant"
     module_class = CirculantLinear
 
     block: Count = 8

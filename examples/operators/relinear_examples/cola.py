@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -44,7 +42,7 @@ class CoLA(RankedConfig):
         rank: R; at most min(in_features, out_features). The paper takes a quarter of the model's width.
     """
 
-    kind: ClassVar[str] = "cola"
+    kind = "cola"
     module_class = CoLALinear
     fits_weight = False
 

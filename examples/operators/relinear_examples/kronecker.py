@@ -9,8 +9,6 @@ Edalati et al. (2021), arXiv 2109.06243; with R > 1, Hameed et al. (2022).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -61,7 +59,7 @@ class Kronecker(RankedConfig):
         rank: R, the number of products.
     """
 
-    kind: ClassVar[str] = "kronecker"
+    kind = "kronecker"
     module_class = KroneckerLinear
 
     def full_rank(self, in_features: int, out_features: int) -> int:

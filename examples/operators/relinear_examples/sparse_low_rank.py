@@ -8,8 +8,6 @@ multiplied as a whole: what is saved is memory for weights, gradients and the op
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -92,7 +90,7 @@ class SparseLowRank(RankedConfig):
         density: the share of places that the second fills, above 0 and at most 1.
     """
 
-    kind: ClassVar[str] = "sparse_low_rank"
+    kind = "sparse_low_rank"
     module_class = SparseLowRankLinear
 
     density: float = 0.03

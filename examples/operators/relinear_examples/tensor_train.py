@@ -8,8 +8,6 @@ algorithm 1): one truncated SVD for every bond, which is within a factor of sqrt
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -84,7 +82,7 @@ class TensorTrain(RankedConfig):
         rank: R of both bonds; one that needs less for a whole matrix has less.
     """
 
-    kind: ClassVar[str] = "tensor_train"
+    kind = "tensor_train"
     module_class = TensorTrainLinear
 
     rank: Count = 8

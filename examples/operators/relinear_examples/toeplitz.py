@@ -11,7 +11,6 @@ stands alone. That is exact where W is of this kind.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ class Toeplitz(RankedConfig):
         rank: R, the displacement rank; at most max(in_features, out_features). Toeplitz matrices have 2.
     """
 
-    kind: ClassVar[str] = "toeplitz"
+    kind = "toeplitz"
     module_class = ToeplitzLinear
 
     rank: Count = 2

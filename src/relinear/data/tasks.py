@@ -130,7 +130,7 @@ class ArithmeticTask(Task):
         answers_only: set the labels of everything but the answers to -100, so that random digits have no loss.
     """
 
-    kind: ClassVar[str] = "cgt_arithmetic"
+    kind = "cgt_arithmetic"
 
     tasks: Count = 4
     examples: Count = 4
@@ -227,7 +227,7 @@ class RegressionTask(Task):
             ``inputs`` features, y the ``outputs`` others, and the rest is zero.
     """
 
-    kind: ClassVar[str] = "cgt_regression"
+    kind = "cgt_regression"
 
     inputs: Count = 16
     outputs: Count = 1
@@ -276,7 +276,7 @@ class MixtureTask(Task):
         single: use one excerpt per sample (Figure 15).
     """
 
-    kind: ClassVar[str] = "cgt_mixture"
+    kind = "cgt_mixture"
 
     of: str = "stdlib"
     start: float = 0.5

@@ -1,6 +1,6 @@
 """Attachments on the output head that GPT-2's and Llama's configs lack: a bias, and a constant factor."""
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ class HeadBias(_OnHead):
     outputs do not change.
     """
 
-    kind: ClassVar[str] = "head_bias"
+    kind = "head_bias"
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the output head of ``model`` is no plain linear layer, or has a bias already."""
@@ -61,7 +61,7 @@ class ReadoutScale(_OnHead):
         factor: factor on the head's input; positive.
     """
 
-    kind: ClassVar[str] = "readout_scale"
+    kind = "readout_scale"
 
     factor: Annotated[float, Field(gt=0)] = 1.0
 

@@ -85,7 +85,7 @@ class BlockHadamard(OperatorConfig):
         torch.Size([2, 32])
     """
 
-    kind: ClassVar[str] = "block_hadamard"
+    kind = "block_hadamard"
     module_class = BlockHadamardLinear
 
     blocks: Count = 8

@@ -299,7 +299,7 @@ class CCL(OperatorConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "ccl"
+    kind = "ccl"
     module_class = CCLLinear
 
     rank: Count = 64

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -306,7 +306,7 @@ class ContextManager(AttachmentConfig):
         True
     """
 
-    kind: ClassVar[str] = "context_manager"
+    kind = "context_manager"
 
     dim: Count = 64
     source: Literal["tokens", "embeddings"] = "tokens"

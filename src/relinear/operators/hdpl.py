@@ -176,7 +176,7 @@ class HDPL(OperatorConfig):
         ['latent']
     """
 
-    kind: ClassVar[str] = "hdpl"
+    kind = "hdpl"
     module_class = HDPLLinear
 
     rank: Count = 128

@@ -125,7 +125,7 @@ class LowRank(RankConfig):
         LowRank(rank=8)
     """
 
-    kind: ClassVar[str] = "low_rank"
+    kind = "low_rank"
     module_class = LowRankLinear
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:

@@ -85,7 +85,7 @@ class Monarch(OperatorConfig):
         torch.Size([2, 32])
     """
 
-    kind: ClassVar[str] = "monarch"
+    kind = "monarch"
     module_class = MonarchLinear
 
     blocks: Count = 8

@@ -76,6 +76,6 @@ class OutputGate(WrapperConfig):
         65536
     """
 
-    kind: ClassVar[str] = "output_gate"
+    kind = "output_gate"
     module_class = OutputGateLinear
     fits_weight: ClassVar[bool] = False

@@ -46,7 +46,7 @@ class PathTransponder(ModulatorConfig, AttachmentConfig):
         8232
     """
 
-    kind: ClassVar[str] = "path_transponder"
+    kind = "path_transponder"
     legacy_defaults: ClassVar[Mapping[str, Any]] = {"reads": "normed"}
 
     attention: bool = True

@@ -98,7 +98,7 @@ class PivotedLowRank(RankConfig):
         torch.Size([2, 32])
     """
 
-    kind: ClassVar[str] = "pivoted_low_rank"
+    kind = "pivoted_low_rank"
     module_class = PivotedLowRankLinear
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:

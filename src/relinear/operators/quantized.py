@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -251,7 +251,7 @@ class Quantized(OperatorConfig):
         True
     """
 
-    kind: ClassVar[str] = "quantized"
+    kind = "quantized"
     module_class = QuantizedLinear
 
     bits: Annotated[int, IntRange(2, 8)] = 4

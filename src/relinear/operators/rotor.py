@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field, SkipValidation
@@ -343,7 +343,7 @@ class Rotor(OperatorConfig):
         torch.Size([2, 64])
     """
 
-    kind: ClassVar[str] = "rotor"
+    kind = "rotor"
     module_class = RotorLinear
 
     width: Count = 3

@@ -367,5 +367,5 @@ class Transponder(ModulatorConfig, WrapperConfig):
         True
     """
 
-    kind: ClassVar[str] = "transponder"
+    kind = "transponder"
     module_class = TransponderLinear

@@ -3,7 +3,7 @@ attention-sink-free", 2025)."""
 
 # Legend: B batch, T tokens, D width of the residual stream, H heads, C channels per head
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class SDPAGate(AttachmentConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "sdpa_gate"
+    kind = "sdpa_gate"
 
     per: Literal["head", "channel"] = "head"
 

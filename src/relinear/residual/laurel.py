@@ -8,7 +8,7 @@ are initialised as the plain x_{i+1} = f(x_i) + x_i, so that a pretrained model'
 # Legend: B batch, T tokens, D width of the residual stream, R rank, K streams that a connection reads
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class LaurelRW(ResidualConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "laurel_rw"
+    kind = "laurel_rw"
 
     normalize: Literal["softmax", "sigmoid"] = "softmax"
 
@@ -149,7 +149,7 @@ class LaurelLR(ResidualConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "laurel_lr"
+    kind = "laurel_lr"
 
     rank: Count = 32
     weights: bool = False
@@ -253,7 +253,7 @@ class LaurelPA(ResidualConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "laurel_pa"
+    kind = "laurel_pa"
 
     previous: Count = 3
     rank: Count | None = 32

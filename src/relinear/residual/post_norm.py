@@ -2,8 +2,6 @@
 
 # Legend: D width of the residual stream, L decoder layers
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +47,7 @@ class PostLN(ResidualConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "post_ln"
+    kind = "post_ln"
 
     final_norm: bool = False
 
@@ -89,7 +87,7 @@ class DeepNorm(PostLN):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "deepnorm"
+    kind = "deepnorm"
 
     initialize: bool = True
 

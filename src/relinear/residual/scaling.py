@@ -3,7 +3,7 @@
 # Legend: D width of the residual stream
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class ReZero(ResidualConfig):
         0.0
     """
 
-    kind: ClassVar[str] = "rezero"
+    kind = "rezero"
 
     shared: bool = True
     keep_norms: bool = False
@@ -82,7 +82,7 @@ class LayerNormScaling(ResidualConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "layernorm_scaling"
+    kind = "layernorm_scaling"
 
     def attach(self, model: nn.Module) -> None:
         for block in sub_blocks(model):

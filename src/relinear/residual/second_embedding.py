@@ -2,7 +2,7 @@
 
 # Legend: B batch, T tokens, D width of the residual stream, C dim of the embedding
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -81,7 +81,7 @@ class SecondEmbedding(AttachmentConfig):
         torch.Size([1, 8, 258])
     """
 
-    kind: ClassVar[str] = "second_embedding"
+    kind = "second_embedding"
 
     dim: Count | None = None
     std: NonNegative | None = None

@@ -1,6 +1,6 @@
 """Add biases to linear layers of a stock model that have none, so that operators that replace them have biases, too."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class LayerBias(AttachmentConfig):
         layers: names of the layers in the model.
     """
 
-    kind: ClassVar[str] = "layer_bias"
+    kind = "layer_bias"
 
     layers: tuple[str, ...] = ()
 

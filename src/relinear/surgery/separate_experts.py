@@ -4,7 +4,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class SeparateExperts(AttachmentConfig):
     named ``mlp.experts.3.gate_up_proj`` and ``mlp.experts.3.down_proj``. ``relinear.compress`` splits automatically.
     """
 
-    kind: ClassVar[str] = "separate_experts"
+    kind = "separate_experts"
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError unless the model stores experts as one tensor."""

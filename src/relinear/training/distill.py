@@ -3,7 +3,7 @@
 # Legend: B batch, T tokens, V vocabulary
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -33,7 +33,7 @@ class Distill(ObjectiveConfig):
         cross_entropy: w, the weight of the ordinary loss; 0 omits it.
     """
 
-    kind: ClassVar[str] = "distill"
+    kind = "distill"
 
     teacher: str
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -168,7 +168,7 @@ class CGTObjective(ObjectiveConfig):
         kernel_nu: nu of rbf.
     """
 
-    kind: ClassVar[str] = "cgt"
+    kind = "cgt"
 
     eta: Annotated[float, Field(ge=0, le=1)] = 0.5
     horizon: Count | None = None
