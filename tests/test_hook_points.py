@@ -285,7 +285,7 @@ def test_a_copy_that_peft_trains_is_the_point() -> None:
 
 def test_blocks_may_end_in_any_order() -> None:
     model = with_latents().eval()
-    names = {"o_proj.output": activations.Add(1.0), "q_proj": activations.Add(1.0)}
+    names = {"q_proj": activations.Add(1.0)}
     before = model(IDS).logits
     first, second = activations.intervene(model, names), activations.intervene(model, names)
     first.__enter__()
