@@ -13,7 +13,8 @@ import relinear
 from relinear import contract
 from relinear.contract.auxiliary_losses import operator_metrics
 from relinear.contract.config import Config, register
-from relinear.contract.operator import OperatorConfig
+from relinear.contract.operator import Operator, OperatorConfig
+from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.operators.low_rank import LowRank, LowRankLinear
 from surgery_helpers import IDS, llama
 
@@ -301,6 +302,7 @@ def test_a_kind_is_registered_once():
         @dataclasses.dataclass(frozen=True, kw_only=True)
         class Other(OperatorConfig):
             kind = "low_rank"
+            module_class = LowRankLinear
 
     assert Config.from_dict is not OperatorConfig.from_dict
     with pytest.raises(ValueError, match="hides a method"):
@@ -308,6 +310,7 @@ def test_a_kind_is_registered_once():
         @register
         class Hiding(OperatorConfig):
             kind = "hiding"
+            module_class = LowRankLinear
             scaled: float = 1.0
 
     for rank in (1, 2):  # a notebook's cell that runs again
@@ -315,6 +318,7 @@ def test_a_kind_is_registered_once():
         @register
         class Again(OperatorConfig):
             kind = "again"
+            module_class = LowRankLinear
             size: int = rank
 
     assert OperatorConfig.read("again").size == 2
@@ -357,3 +361,117 @@ def test_a_layer_that_is_skipped_keeps_the_means_of_its_own_forward(model) -> No
     torch.testing.assert_close(layer.metrics()["energy"], energy[first].mean())
     layer(x)  # by itself: all tokens count
     torch.testing.assert_close(layer.metrics()["energy"], energy.mean())
+
+
+def energy(y):
+    return {"energy": 0.1 * y.float().square().mean(-1)}
+
+
+class MeasuredWrapper(Wrapper):
+    """A wrapper with a parameter and a loss of its own."""
+
+    def create(self, **kw):
+        self.gain = torch.nn.Parameter(torch.ones(self.out_features, **kw))
+
+    def forward(self, x):
+        y = self.base(x) * self.gain
+        if self.training:
+            self.record_auxiliary(energy(y), {})
+        return y
+
+    def neutralize(self):
+        torch.nn.init.ones_(self.gain)
+
+    def flops_per_token(self):
+        return self.base_flops_per_token() + self.out_features
+
+
+@register
+class Measured(WrapperConfig):
+    kind = "measured_wrapper"
+    module_class = MeasuredWrapper
+
+
+class NestedLinear(Operator):
+    """An operator made of another one."""
+
+    def create(self, **kw):
+        self.inner = Penalized(rank=4).build(self.in_features, self.out_features, **kw)
+
+    def reset_parameters(self):
+        self.inner.reset_parameters()
+        self.zero_bias_()
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def flops_per_token(self):
+        return self.inner.flops_per_token()
+
+
+@register
+class Nested(OperatorConfig):
+    kind = "nested_operator"
+    module_class = NestedLinear
+
+
+def terms_of(model, **keywords):
+    loss = model(BATCH, labels=BATCH, **keywords).loss
+    terms = contract.auxiliary_losses_of(model)
+    logits = model(BATCH).logits
+    plain = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), BATCH[:, 1:].flatten())
+    torch.testing.assert_close(loss, plain + sum(terms.values()))
+    return terms
+
+
+@pytest.mark.filterwarnings("ignore:the operators' auxiliary losses")
+def test_wrappers_and_nested_operators_have_losses_of_their_own():
+    model = llama().train()
+    relinear.replace_(model, {"up_proj": Measured(base=Penalized(rank=4)), "down_proj": Nested()}, layers=[0])
+    terms = terms_of(model)
+    assert set(terms) == {
+        "model.layers.0.mlp.up_proj/energy",
+        "model.layers.0.mlp.up_proj/base.energy",
+        "model.layers.0.mlp.down_proj/energy",
+    }
+    assert model.model.layers[0].mlp.down_proj.inner.name_in_model == "model.layers.0.mlp.down_proj.inner"
+    wrapper = model.model.layers[0].mlp.up_proj
+    assert [name for name, _ in wrapper.named_parameters()] == ["gain", "base.down", "base.up"]
+    frozen = Measured().convert(torch.nn.Linear(4, 4).requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:the operators' auxiliary losses")
+def test_losses_are_added_once_where_a_model_is_a_part_of_another(model):
+    class Outer(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *inputs, **keywords):
+            return self.inner(*inputs, **keywords)
+
+    outer = Outer(model)
+    relinear.replace_(outer, {"k_proj": relinear.LowRank(rank=2)})
+    assert len(terms_of(outer.train())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:the operators' auxiliary losses")
+def test_copies_that_peft_does_not_use_hide_no_loss(model):
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(target_modules=["o_proj"], modules_to_save=["up_proj"])
+    adapted = get_peft_model(model, settings)
+    adapted.add_adapter("other", settings)
+    for name in ("default", "other"):
+        adapted.set_adapter(name)
+        assert set(terms_of(adapted.train())) == {f"model.layers.{i}.mlp.up_proj/energy" for i in (0, 1)}
+
+
+def test_a_bias_that_nobody_initialises_is_zero():
+    class Forgetful(LowRankLinear):
+        def reset_parameters(self):
+            torch.nn.init.ones_(self.down)
+            torch.nn.init.ones_(self.up)
+
+    assert not Forgetful(LowRank(rank=2), 64, 64).bias.any()

@@ -198,6 +198,7 @@ def test_the_nearest_keyword():
 def test_annotations_that_cannot_be_checked_or_read_back(annotation, said):
     class Mine(relinear.OperatorConfig):
         kind = "mine"
+        module_class = relinear.Operator
         __annotations__ = {"rank": annotation}
 
     refused(lambda: relinear.register(Mine), *said)
@@ -211,11 +212,27 @@ def test_annotations_may_name_what_the_function_around_them_defines(monkeypatch)
     @relinear.register
     class Mine(relinear.OperatorConfig):
         kind = "mine"
+        module_class = relinear.Operator
         few: "tuple[Few, ...]"
 
     assert Mine(few=[1, 2]).few == (1, 2), "a list is taken for a tuple"
     refused(lambda: Mine(few=[4]), "few.0")
     refused(lambda: Mine(few={1}), "few must be a list")
+
+
+def test_what_a_class_lacks_or_annotates_wrongly():
+    class Without(relinear.OperatorConfig):
+        kind = "without"
+
+    class Annotated(relinear.OperatorConfig):
+        kind: str = "annotated"
+        module_class = relinear.Operator
+
+    refused(lambda: relinear.register(Without), "Without", "module_class")
+    refused(lambda: relinear.register(Annotated), "Annotated.kind", "unannotated")
+    for kind in ("dense", "none", "a b", ""):
+        named = type("Named", (Without,), {"kind": kind, "module_class": relinear.Operator})
+        refused(lambda named=named: relinear.register(named), repr(kind), "choose a word")
 
 
 @pytest.mark.parametrize(

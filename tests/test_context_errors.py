@@ -313,3 +313,19 @@ def test_a_pretrained_model_starts_near_itself() -> None:
     assert all(p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "gate" in n)
     with pytest.raises(ValueError, match="norm=False"):
         relinear.replace_(make_tiny_gpt2(), {"all-linear": relinear.CCL()}, init="from_weight")
+
+
+def test_a_forward_that_fails_leaves_no_context() -> None:
+    model = make_tiny_llama()
+    relinear.attach_(model, relinear.ContextManager(dim=8))
+    relinear.replace_(model, {"up_proj": relinear.CCL(rank=4, context_dim=8), "down_proj": relinear.LowRank(rank=2)})
+
+    def fail(module, args):
+        raise RuntimeError("in the middle")
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle") as kept:  # as a notebook keeps the last exception
+        model(torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="needs a context"):
+        model.model.layers[0].mlp.up_proj(torch.zeros(1, 4, 32))
+    del kept

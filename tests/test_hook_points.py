@@ -319,7 +319,7 @@ def test_declared_and_used_names_agree() -> None:
     model = torch.nn.Sequential(Misnamed("gaet"))
     with (
         activations.intervene(model, {"gaet": activations.Patch(0.0)}),
-        pytest.raises(ValueError, match="'gate' is not among its hook_sizes"),
+        pytest.raises(ValueError, match="hook_sizes has no 'gate' of size 2"),
     ):
         model(torch.ones(2))
 
@@ -352,7 +352,9 @@ class Own(activations.Intervention):
         return self.value
 
 
-@pytest.mark.parametrize("value", [None, torch.zeros(3)], ids=["nothing", "other_shape"])
+@pytest.mark.parametrize(
+    "value", [None, torch.zeros(3), torch.zeros(2, 7, 32).double()], ids=["nothing", "other_shape", "other_dtype"]
+)
 def test_what_an_intervention_returns_is_checked(value) -> None:
     model = make_tiny_llama()
     with (

@@ -10,7 +10,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.contract import config as registry
 from relinear.contract import plugins
-from relinear.contract.operator import OperatorConfig
+from relinear.contract.operator import Operator, OperatorConfig
 from relinear_cli.main import main
 
 OPERATOR = '''
@@ -151,6 +151,7 @@ def test_what_can_be_named_is_listed(package, capsys) -> None:
 def test_annotations_of_settings_may_be_types_themselves(monkeypatch):
     monkeypatch.setitem(registry._REGISTRY, "operator", dict(registry._REGISTRY["operator"]))
     written = {"__annotations__": {"mode": str, "other": str | None}, "mode": "none", "other": "full", "kind": "typed"}
+    written["module_class"] = Operator
     relinear.register(type("Typed", (OperatorConfig,), written | {"__module__": __name__}))
     read = OperatorConfig.from_dict({"kind": "typed", "mode": None, "other": None})
     assert (read.mode, read.other) == ("none", None)

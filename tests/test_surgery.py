@@ -292,3 +292,73 @@ def test_names_of_layers_as_few_patterns():
     assert patterns_of(names, others) == ["a.b.c", "a.b.d", "a.x", "head"]
     assert patterns_of(names, ["a.layers.0.q"]) == ["a.b.*", "a.x", "head"]
     assert patterns_of(["vision.a.b", "vision.c"], others) == ["vision.*"]
+
+
+class FixedLinear(relinear.Operator):
+    """A fixed permutation: a buffer, and nothing to learn."""
+
+    def create(self, **kw):
+        self.register_buffer("matrix", torch.empty(self.out_features, self.in_features, **kw))
+
+    def reset_parameters(self):
+        self.matrix.copy_(torch.eye(self.in_features).roll(1, 0))
+
+    def forward(self, x):
+        return x @ self.matrix.T
+
+    def to_dense(self):
+        return self.matrix
+
+    def flops_per_token(self):
+        return 2 * self.matrix.numel()
+
+
+@relinear.register
+class Fixed(relinear.OperatorConfig):
+    kind = "fixed_permutation"
+    module_class = FixedLinear
+
+
+def test_an_operator_without_parameters_is_replaced_and_folded() -> None:
+    model = llama().eval()
+    for _ in range(2):
+        relinear.replace_(model, {"q_proj": Fixed()})
+    relinear.for_inference_(model)
+    before = model(IDS).logits
+    relinear.fold_(model, verbose=False)
+    torch.testing.assert_close(model(IDS).logits, before)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.full((size,), 2.0))
+
+    def scaled(self, module, args, output):
+        return output * module.relinear_scale.gain
+
+
+@relinear.register
+class ScaledEmbedding(relinear.contract.AttachmentConfig):
+    kind = "scaled_embedding"
+
+    def attach(self, model):
+        table = model.get_input_embeddings()
+        table.add_module("relinear_scale", Scale(model.config.hidden_size))
+        table.register_forward_hook(table.relinear_scale.scaled)
+
+
+def test_an_attached_part_stays_in_the_layer_that_is_replaced(tmp_path) -> None:
+    model = llama().eval()
+    relinear.attach_(model, ScaledEmbedding())
+    before = model(IDS).logits
+    relinear.replace_(model, {"embed_tokens": "quantized:bits=8"}, init="from_weight")
+    model.model.embed_tokens.relinear_scale.gain.data.fill_(3.0)
+    changed = model(IDS).logits
+    assert not torch.equal(changed, before)
+    relinear.save_pretrained(model, tmp_path)
+    assert torch.equal(relinear.from_pretrained(tmp_path).eval()(IDS).logits, changed)
+    relinear.fold_(model, verbose=False)
+    torch.testing.assert_close(model(IDS).logits, changed, rtol=1e-3, atol=1e-3)
+    assert model.model.embed_tokens.relinear_scale.gain.eq(3.0).all()

@@ -333,6 +333,8 @@ def data(rng: random.Random, folder: Path) -> None:
         )
         if rng.random() < 0.3:
             list(_lambada_rows(path))
+        if path.read_bytes().lstrip().startswith(b"null"):  # pyarrow, which datasets uses, ends the process by a fault
+            return
     elif suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet

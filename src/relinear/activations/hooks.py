@@ -98,12 +98,11 @@ def apply_hooks(hooks: Sequence[ActivationHook], activation: Activation) -> Tens
     """Return the value after all interventions, and show it to all observers."""
     for intervention in (one for hook in hooks for one in hook.interventions):
         z = intervention.apply(activation)
-        if not isinstance(z, Tensor) or z.shape != activation.z.shape:
-            got = f"one of shape {tuple(z.shape)}" if isinstance(z, Tensor) else quoted(z)
-            raise ValueError(
-                f"{type(intervention).__name__}.apply must return a tensor of shape {tuple(activation.z.shape)}, "
-                f"got {got}"
-            )
+        shape, dtype = tuple(activation.z.shape), activation.z.dtype
+        if not isinstance(z, Tensor) or (tuple(z.shape), z.dtype) != (shape, dtype):
+            got = f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else quoted(z)
+            expected = f"{type(intervention).__name__}.apply must return a tensor {dtype} {shape}"
+            raise ValueError(f"{expected}, got {got}")
         activation = activation._replace(z=z)
     if not is_recomputing():  # which is not a new observation
         for observer in (one for hook in hooks for one in hook.observers):
@@ -141,11 +140,14 @@ class HasHookPoints:
 
     def hooked(self, name: str, value: Tensor | Activation) -> Tensor:
         """Return the value ``name`` (..., R), or the z of an ``Activation``, after its hooks."""
-        hooks = None if self.activation_hooks is None else self.activation_hooks.get(name)
+        z = value.z if isinstance(value, Activation) else value
+        if self.activation_hooks is None:
+            return z
+        if self.hook_sizes().get(name) != z.shape[-1]:
+            raise ValueError(f"{type(self).__name__}: hook_sizes has no {name!r} of size {z.shape[-1]}")
+        hooks = self.activation_hooks.get(name)
         if hooks is None:
-            if self.activation_hooks is not None and name not in self.hook_sizes():
-                raise ValueError(f"{type(self).__name__}: {name!r} is not among its hook_sizes")
-            return value.z if isinstance(value, Activation) else value
+            return z
         return apply_hooks(hooks, value if isinstance(value, Activation) else as_activation(value))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,9 +243,10 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
 
     Args:
         model: any model, compiled or not. Names are those that it has without PEFT and ``torch.compile``; the output
-            of a layer with an adapter is that of both.
-        outputs: whether to list the outputs of linear layers and operators too, after latents and gates of the same
-            module. Stock embeddings, and a head that is tied to a replaced one, have none.
+            of a layer with an adapter is that of both. Of a module that PEFT trains a copy of, the point is in the one
+            in use now.
+        outputs: whether to list the outputs of linear layers and operators, too. Stock embeddings, and a head that is
+            tied to a replaced one, have none.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

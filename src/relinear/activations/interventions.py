@@ -147,7 +147,7 @@ class Patch(_DimensionIntervention):
 
     Attributes:
         value: a number, (R,), what broadcasts to z (..., R), or a function of the ``Activation`` that returns it.
-        dims: indices of the dimensions of z that it applies to; all of them if None.
+        dims: indices of the dimensions of z that it applies to, and that a function is given; all of them if None.
 
     Raises:
         ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.

@@ -57,7 +57,7 @@ def install_layer_context(
     decoder = find_decoder(model)
     decoder_hooks = _DecoderHooks(key, decoder, compute, set_value)
     decoder.register_forward_pre_hook(decoder_hooks.start, with_kwargs=True)
-    decoder.register_forward_hook(decoder_hooks.finish)
+    decoder.register_forward_hook(decoder_hooks.finish, always_call=True)  # also if the forward fails
     for index, layer in enumerate(decoder_layers(model)):
         hooks = _LayerHooks(key, index, layer, set_value)
         layer.register_forward_pre_hook(hooks.enter_layer, with_kwargs=True)

@@ -135,13 +135,19 @@ class SeriesEntry(TypedDict):
     bits: NotRequired[NonNegativeInt | None]
 
 
+def _with_data(settings: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(settings.get("data") or {}, dict):
+        raise ValueError("data must be a mapping")
+    return settings
+
+
 class EntryResult(SeriesEntry):
     """Results of an entry, over all seeds."""
 
     operators: Words
-    settings: dict[str, Any]
-    parameters: NonNegativeInt
-    flops_per_token: NonNegativeInt
+    settings: Annotated[dict[str, Any], pydantic.AfterValidator(_with_data)]
+    parameters: pydantic.PositiveInt
+    flops_per_token: pydantic.PositiveInt
     inactive_parameters: NotRequired[NonNegativeInt]
     inactive_flops: NotRequired[NonNegativeInt]
     size_mismatch: Number | None

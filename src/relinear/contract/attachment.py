@@ -10,8 +10,11 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from relinear.contract.config import Config
-from relinear.contract.linear_layers import reference_parameter
+from relinear.contract.linear_layers import reference_tensor
 from relinear.deprecated import adopt_renamed_attributes, with_attributes_of_0_2
+
+#: beginning of the names of submodules that an attachment adds
+PART_PREFIX = "relinear_"
 
 
 @with_attributes_of_0_2
@@ -55,10 +58,10 @@ class AttachmentConfig(Config):
 
 def factory_kwargs_like(module: nn.Module) -> dict[str, Any]:
     """Return ``{"device", "dtype"}`` of a module's parameters, to create new ones with."""
-    reference = reference_parameter(module)
+    reference = reference_tensor(module)
     return {"device": reference.device, "dtype": reference.dtype}
 
 
 def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> None:
     """Register ``part`` in ``owner``, in its training mode, with ``requires_grad`` as in ``like``."""
-    owner.add_module(name, part.train(owner.training).requires_grad_(reference_parameter(like).requires_grad))
+    owner.add_module(name, part.train(owner.training).requires_grad_(reference_tensor(like).requires_grad))

@@ -30,11 +30,12 @@ def auxiliary_losses_of(model: nn.Module) -> dict[str, Tensor]:
         ['model.layers.0.self_attn.q_proj/latent']
     """
     check_model(model, "auxiliary_losses_of")
-    named = {stock_name(name): operator.auxiliary_losses() for name, operator in named_operators(model)}
-    return {f"{name}/{key}": value for name, losses in named.items() for key, value in losses.items()}
+    # a copy that PEFT keeps but does not use has the same name, and no losses
+    named = [(stock_name(name), operator.auxiliary_losses()) for name, operator in named_operators(model)]
+    return {f"{name}/{key}": value for name, losses in named for key, value in losses.items()}
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
     """Return the operators' metrics of the last training forward, as ``{"layer.name/metric": detached scalar}``."""
-    named = {stock_name(name): operator.metrics() for name, operator in named_operators(model)}
-    return {f"{name}/{key}": value for name, metrics in named.items() for key, value in metrics.items()}
+    named = [(stock_name(name), operator.metrics()) for name, operator in named_operators(model)]
+    return {f"{name}/{key}": value for name, metrics in named for key, value in metrics.items()}

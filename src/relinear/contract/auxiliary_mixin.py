@@ -25,6 +25,9 @@ def is_recomputing() -> bool:
 class AuxiliaryLossMixin(nn.Module):
     """Record auxiliary losses and metrics per token; ``hf.labels.loss_mask`` says which tokens are averaged."""
 
+    #: whether a model has added the losses of its last forward to its loss; a model around it does not do so again
+    is_in_loss: bool = False
+
     def __init__(self) -> None:
         super().__init__()
         #: by name: one value per token (leading sizes as the input's), or a scalar
@@ -36,25 +39,33 @@ class AuxiliaryLossMixin(nn.Module):
 
         In a model the means are over the tokens of ``hf.labels.loss_mask``, in a layer alone over all tokens.
         """
-        recorded = [(recorder, recorder._auxiliary_losses) for recorder in self._recorders() if recorder.training]
-        return {name: value for recorder, values in recorded for name, value in recorder._as_scalars(values).items()}
+        return self._scalars_by_name("_auxiliary_losses", only_training=True)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return detached scalars of the last training forward to log, by name; they are not losses."""
-        recorded = [(recorder, recorder._metrics) for recorder in self._recorders()]
-        return {name: value for recorder, values in recorded for name, value in recorder._as_scalars(values).items()}
+        return self._scalars_by_name("_metrics")
 
-    def _recorders(self) -> list[AuxiliaryLossMixin]:
-        """Return the modules that record losses and metrics for this one: a wrapper's are its inner operators."""
-        return [self]
+    def _scalars_by_name(self, attribute: str, *, only_training: bool = False) -> dict[str, Tensor]:
+        """Return scalars of this module and of those inside; a name that is taken follows the module's own name."""
+        scalars: dict[str, Tensor] = {}
+        for path, recorder in self._recorders():
+            if recorder.training or not only_training:
+                for name, value in recorder._as_scalars(getattr(recorder, attribute)).items():
+                    scalars[f"{path}.{name}" if name in scalars else name] = value
+        return scalars
+
+    def _recorders(self) -> list[tuple[str, AuxiliaryLossMixin]]:
+        """Return this module and those inside that record losses and metrics, by name."""
+        return [(path, module) for path, module in self.named_modules() if isinstance(module, AuxiliaryLossMixin)]
 
     def has_auxiliary(self) -> bool:
         """Return whether the last forward recorded a loss or a metric."""
-        return any(recorder._auxiliary_losses or recorder._metrics for recorder in self._recorders())
+        return any(recorder._auxiliary_losses or recorder._metrics for _, recorder in self._recorders())
 
     def clear_auxiliary_losses(self) -> None:
         """Drop the losses of an earlier forward, with their graph, and in training its metrics."""
-        for recorder in self._recorders():
+        self.is_in_loss = False
+        for _, recorder in self._recorders():
             recorder._auxiliary_losses = {}
             recorder._metrics = {} if recorder.training else recorder._metrics
 
@@ -98,7 +109,7 @@ class AuxiliaryLossMixin(nn.Module):
             mask: (B, T) bool, or None for all. If shapes differ from the mask (an expert sees the tokens that are
                 routed to it), the loss averages over all tokens that the operator saw.
         """
-        for recorder in self._recorders():
+        for _, recorder in self._recorders():
             recorder._auxiliary_losses = recorder._as_scalars(recorder._auxiliary_losses, mask)
             recorder._metrics = recorder._as_scalars(recorder._metrics, mask)
 

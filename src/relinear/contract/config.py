@@ -66,11 +66,11 @@ def register(cls: C) -> C:
 
     Examples:
         >>> @relinear.register
-        ... class Mine(relinear.OperatorConfig):
+        ... class Mine(relinear.LowRank):
         ...     kind = "mine"
         ...     size: int = 4
         >>> relinear.OperatorConfig.read("mine")
-        Mine(size=4)
+        Mine(rank=64, size=4)
     """
     if not (isinstance(cls, type) and issubclass(cls, Config)):
         expected = "a subclass of OperatorConfig, AttachmentConfig or ObjectiveConfig"
@@ -80,6 +80,7 @@ def register(cls: C) -> C:
             raise ValueError(f"register: {cls.__name__} needs a class variable {name}, a string")
     if not cls.kind.isidentifier() or keeps_layer(cls.kind):
         raise ValueError(f"register: the kind {quoted(cls.kind)} cannot be written on a command line; choose a word")
+    cls.check_class()
     if "__dataclass_fields__" not in vars(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     annotations = _annotations(cls, sys._getframe(1).f_locals)
@@ -109,6 +110,8 @@ def _annotations(cls: type[Config], local_names: Mapping[str, Any]) -> dict[str,
             except NameError as error:
                 advice = f"{error}; import it at runtime, not under TYPE_CHECKING"
                 raise ValueError(f"register: the annotation of {cls.__name__}.{name}: {advice}") from None
+            if get_origin(annotations[name]) is ClassVar:
+                raise ValueError(f"register: {cls.__name__}.{name} is no setting; write `{name} = ...`, unannotated")
             if not _is_json(annotations[name]):
                 advice = "annotate it as bool, int, float, str, Literal, a tuple (not a list) or a config of these"
                 raise ValueError(f"register: {cls.__name__}.{name} cannot be read back from JSON; {advice}")
@@ -160,6 +163,10 @@ class Config:
                 hint = did_you_mean(str(key), names)
                 raise UnknownSettingError(f"{cls.__name__}: unknown setting {quoted(key)}; {hint}")
         return super().__new__(cls)
+
+    @classmethod
+    def check_class(cls) -> None:
+        """Raise ValueError if the class lacks what its family needs; ``register`` calls this."""
 
     def __post_init__(self) -> None:
         """Check every setting against its annotation; a subclass with further checks calls this first."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
+from relinear.contract.linear_layers import reference_tensor
 
 Model = TypeVar("Model", bound=nn.Module)
 #: functions that ``for_inference_`` calls with the model at the end, such as ``operators.fused_decoder.fuse_layers_``
@@ -59,7 +60,7 @@ class ParameterCache:
             # taken before the computation, so that a change during it is noticed
             tensors = (*self._owner.parameters(), *self._owner.buffers())
             state = self._state = self._slots(), [self._source(tensor) for tensor in tensors], {}
-        device_type = next(self._owner.parameters()).device.type
+        device_type = reference_tensor(self._owner).device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
             value = state[2][key] = compute()
         return value

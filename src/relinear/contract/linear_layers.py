@@ -2,6 +2,7 @@
 
 # Legend: I in_features, O out_features
 
+import itertools
 import re
 from typing import Any, TypeGuard
 
@@ -78,14 +79,15 @@ def linear_features(module: Any) -> tuple[int, int]:
     return int(module.in_features), int(module.out_features)
 
 
-def reference_parameter(module: nn.Module) -> nn.Parameter:
-    """Return the first floating-point parameter, whose device, dtype and ``requires_grad`` new ones take.
+def reference_tensor(module: nn.Module) -> Tensor:
+    """Return the first floating-point parameter or buffer, whose device, dtype and ``requires_grad`` new ones take.
 
     Raises ValueError if there is none, as in a layer with integer weights.
     """
-    reference = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    reference = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     if reference is None:
-        raise ValueError(f"{type(module).__name__} has no floating-point parameter; load the model unquantized")
+        raise ValueError(f"{type(module).__name__} has no floating-point tensor; load the model unquantized")
     return reference
 
 

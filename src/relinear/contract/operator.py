@@ -26,7 +26,7 @@ from relinear.contract.linear_layers import (
     is_stock_linear,
     linear_features,
     linear_of,
-    reference_parameter,
+    reference_tensor,
     row_scale,
 )
 from relinear.contract.module_tree import outermost
@@ -78,6 +78,11 @@ class OperatorConfig(Config):
         super().__init_subclass__(**kwargs)
         adopt_renamed_attributes(cls)
 
+    @classmethod
+    def check_class(cls) -> None:
+        if not isinstance(getattr(cls, "module_class", None), type):
+            raise ValueError(f"register: {cls.__name__} needs a class variable module_class, its Operator")
+
     @property
     def fits_weight(self) -> bool:
         """Return whether ``fit_to_linear_`` can fit a given weight; by default, whether the operator overrides it."""
@@ -119,7 +124,7 @@ class OperatorConfig(Config):
         """
         check_value("init", init, Init)
         in_features, out_features = linear_features(source)
-        reference = reference_parameter(source)
+        reference = reference_tensor(source)
         has_bias = getattr(source, "bias", None) is not None
         operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
         if init == "from_weight":
@@ -220,12 +225,16 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
-        if type(self).__init__ is Operator.__init__ or type(self).create is not Operator.create:
-            self.create(**kw)
-            self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-            # tensors on the meta device have no values, and drawing them there would take time
-            if not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
-                self.reset_parameters()
+        if type(self).__init__ is Operator.__init__ or type(self).create is not Operator.create or "inner" in kw:
+            self._create(bias, **kw)
+
+    def _create(self, bias: bool, **kw: Any) -> None:
+        self.create(**kw)
+        if self._parameters.get("bias") is None:
+            self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **kw)) if bias else None)
+        # tensors on the meta device have no values, and drawing them there would take time
+        if not any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
+            self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module's lookup, inlined: a forward looks up several parameters, and super() would take twice as long
@@ -241,7 +250,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def create(self, **kw: Any) -> None:
-        """Register uninitialised parameters and buffers; ``__init__`` adds ``bias`` (out_features,) afterwards.
+        """Register uninitialised parameters and buffers; a zero ``bias`` (out_features,) is added afterwards.
 
         Args:
             **kw: ``device`` and ``dtype`` of parameters.
@@ -284,7 +293,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     @torch.no_grad()
     def dense_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Return ``to_dense()`` and ``dense_bias()``, computed in float32 or wider and cast back."""
-        dtype = next(self.parameters()).dtype
+        dtype = reference_tensor(self).dtype
         # a copy, so that this operator keeps its dtype
         wide = self if dtype in (torch.float32, torch.float64) else deepcopy(self).float()
         weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()

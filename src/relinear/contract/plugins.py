@@ -21,7 +21,7 @@ from relinear.settings.messages import warn_user
 
 #: environment variable: modules to import, separated by commas
 IMPORT_VARIABLE = "RELINEAR_IMPORT"
-#: family -> the group of its entry points
+#: family -> the group of its entry points, if packages can add to it
 GROUPS = {
     "operator": "relinear.operators",
     "attachment": "relinear.residual",
@@ -33,7 +33,8 @@ GROUPS = {
 
 def entry_points(family: str) -> dict[str, metadata.EntryPoint]:
     """Return the entry points of a family ("operator", "attachment", "objective", ...), by name."""
-    return {point.name: point for point in metadata.entry_points(group=GROUPS[family])}
+    group = GROUPS.get(family)
+    return {} if group is None else {point.name: point for point in metadata.entry_points(group=group)}
 
 
 def load(family: str, name: str) -> Any:

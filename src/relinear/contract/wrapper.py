@@ -9,10 +9,9 @@ import torch
 from pydantic import InstanceOf
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import check_value
-from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features, reference_parameter
+from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features, reference_tensor
 from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
 from relinear.contract.parameter_roles import ParamRole
 
@@ -57,7 +56,7 @@ class WrapperConfig(OperatorConfig):
         resolved = self.replace(base=inner.config) if isinstance(inner, Operator) else self
         in_features, out_features = linear_features(source)
         resolved.check_shape(in_features, out_features)
-        reference = reference_parameter(source)
+        reference = reference_tensor(source)
         wrapper: Wrapper = type(self).module_class(  # type: ignore[assignment]
             resolved, in_features, out_features, inner=inner, device=reference.device, dtype=reference.dtype
         )
@@ -66,6 +65,9 @@ class WrapperConfig(OperatorConfig):
         for name, child in wrapper.named_children():
             if name != "base":
                 child.requires_grad_(reference.requires_grad).train(source.training)
+        for parameter in wrapper._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad_(reference.requires_grad)
         wrapper.training = source.training
         wrapper.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
         return wrapper
@@ -76,7 +78,9 @@ class WrapperConfig(OperatorConfig):
 
 
 class Wrapper(Operator):
-    """Base of operators around another layer, ``base``; other submodules hold the wrapper's own parameters.
+    """Base of operators around another layer, ``base``.
+
+    ``create`` registers the wrapper's own parameters and submodules, with their initial values, after ``base``.
 
     Args:
         inner: the layer to wrap; None builds the config's base, or an ``nn.Linear``.
@@ -87,11 +91,14 @@ class Wrapper(Operator):
     tensor_parallel: ClassVar = {"base.weight": 0, "base.bias": 0}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
-        super().__init__(config, in_features, out_features)
         if inner is None:
             build = nn.Linear if config.base is None else config.base.build
             inner = build(in_features, out_features, bias, device, dtype)
+        super().__init__(config, in_features, out_features, inner=inner, device=device, dtype=dtype)
+
+    def _create(self, bias: bool, inner: nn.Module, **kw: Any) -> None:  # type: ignore[override]
         self.base = inner
+        self.create(**kw)
 
     @property
     def bias(self) -> nn.Parameter | None:  # type: ignore[override]
@@ -103,9 +110,6 @@ class Wrapper(Operator):
         """Return the operators inside, also if PEFT has wrapped one in an adapter or trains a copy of it."""
         base = self._modules.get("base")
         return [] if base is None else [operator for _, operator in named_operators(base)]
-
-    def _recorders(self) -> list[AuxiliaryLossMixin]:
-        return [recorder for operator in self._inner_operators for recorder in operator._recorders()]
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it returns the wrapped layer's output unchanged.

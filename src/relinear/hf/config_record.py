@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.operator import named_operators
+from relinear.contract.operator import Operator, named_operators
 from relinear.contract.plugins import packages_of
 from relinear.hf.attachments import attachments
 from relinear.hf.peft_models import stock_name, unwrapped
@@ -75,8 +75,9 @@ def finish_surgery_(model: nn.Module) -> None:
     """
     whole, model = model, unwrapped(model)
     install_auxiliary_hooks(model)
-    for name, operator in named_operators(model):
-        operator.name_in_model = name
+    for name, module in model.named_modules():
+        if isinstance(module, Operator):
+            module.name_in_model = name
     if getattr(model, "config", None) is None:
         return
     values = make_record(model)

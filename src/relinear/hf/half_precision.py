@@ -15,7 +15,7 @@ def at_half_precision(model: Any) -> Iterator[None]:
 
     bfloat16, because it has float32's range.
     """
-    config_dtype = model.config.dtype
+    config_dtype = model.config.dtype  # transformers changes it when the model is saved in the block
     wide = [p for p in model.parameters() if p.is_floating_point() and p.element_size() > 2]
     try:
         with in_dtype(wide, torch.bfloat16):

@@ -60,8 +60,8 @@ def warn_adapters_omit(added: str, module_names: list[str]) -> None:
     warn_user(
         f"{added} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
         "hold them, and layers inside an adapter cannot be merged with it. To save them, do this before "
-        "peft.get_peft_model, save that model with relinear.save_pretrained, and name its new parts in "
-        f"modules_to_save={parts}"
+        "peft.get_peft_model, save that model with relinear.save_pretrained"
+        + (f", and name its new parts in modules_to_save={parts}" if parts else "")
     )
 
 

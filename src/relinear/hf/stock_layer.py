@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relinear.contract.linear_layers import reference_tensor
 from relinear.contract.operator import NotLinearError, Operator
 
 
@@ -17,7 +18,7 @@ def to_stock_layer(operator: Operator) -> nn.Module:
     """
     if operator.config.conditioned:
         raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
-    reference = next(operator.parameters())
+    reference = reference_tensor(operator)
     weight, bias = operator.dense_weight_and_bias()
     if weight.ndim != 2:
         raise NotLinearError(f"{operator.config.kind} has one matrix per token")

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.objective import Objective
 from relinear.contract.operator import named_operators
 from relinear.hf.labels import loss_mask, share_of_batch
 from relinear.settings.messages import warn_user
 
 _NO_LOSS = (
-    "the operators' auxiliary losses were not added to any loss, because the model got no labels. Pass labels; or, if "
-    "you compute the loss elsewhere (label_smoothing_factor, compute_loss_func, a loop of your own), add "
+    "the operators' auxiliary losses were not added to any loss, because {} returned none. Pass labels to it. If it is "
+    "only a part of the model that you train, replace layers of the whole. If you compute the loss elsewhere "
+    "(label_smoothing_factor, compute_loss_func, a loop of your own), add "
     "sum(relinear.contract.auxiliary_losses_of(model).values()) to it, times the micro-batch's share of "
     "num_items_in_batch"
 )
@@ -42,7 +42,8 @@ def _clear_auxiliary_losses(model: nn.Module, args: tuple) -> None:
 
 def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     # torch.compile makes a separate graph of what hooks of the outermost module compute
-    if not model.training or not (recorders := [op for _, op in named_operators(model) if op.has_auxiliary()]):
+    operators = [operator for _, operator in named_operators(model) if not operator.is_in_loss]
+    if not model.training or not (recorders := [operator for operator in operators if operator.has_auxiliary()]):
         return None
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
     inputs = dict(zip(names, args)) | kwargs
@@ -50,14 +51,14 @@ def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any],
     for operator in recorders:
         operator.reduce_auxiliary(mask)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-    terms = auxiliary_losses_of(model)
+    terms = [term for operator in recorders for term in operator.auxiliary_losses().values()]
     if not isinstance(loss, Tensor) or loss.ndim:  # without labels a tuple begins with the logits
         if terms and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            warn_user(_NO_LOSS)
+            warn_user(_NO_LOSS.format(type(model).__name__))
         return None
     if not terms:
         return None
-    total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
+    total = torch.stack([term.to(loss.device, loss.dtype) for term in terms]).sum()
     trainable = (p.requires_grad for op in recorders if op.auxiliary_losses() for p in op.parameters())
     if loss.requires_grad and not total.requires_grad and any(trainable):
         raise ValueError(
@@ -65,6 +66,8 @@ def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any],
             'model.gradient_checkpointing_enable({"use_reentrant": False})'
         )
     loss = loss + total * share_of_batch(inputs, model)
+    for operator in recorders:
+        operator.is_in_loss = True
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss

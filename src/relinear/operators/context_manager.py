@@ -319,8 +319,8 @@ class ContextManager(AttachmentConfig):
         for name, operator in conditioned_operators(model).items():
             if operator.config.context_dim != self.dim:
                 raise ValueError(
-                    f"{name} was built for context_dim={operator.config.context_dim}, this has dim={self.dim}; "
-                    "make them equal"
+                    f"{name} was built for context_dim={operator.config.context_dim}, and the ContextManager has "
+                    f"dim={self.dim}; make them equal"
                 )
 
     def attach(self, model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 # Legend: I in_features, O out_features
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,8 @@ class _Gate(HasHookPoints, nn.Module):
 class OutputGateLinear(Wrapper):
     """y = base(x) * sigmoid(W_g x); the gate is the submodule ``gate``."""
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
-        super().__init__(config, in_features, out_features, bias=bias, device=device, dtype=dtype, inner=inner)
-        self.gate = _Gate(in_features, out_features, device=device, dtype=dtype)
+    def create(self, **kw: Any) -> None:
+        self.gate = _Gate(self.in_features, self.out_features, **kw)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gate(x, self.base(x))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -303,9 +303,8 @@ class TransponderLinear(FusedInference, Wrapper):
     ``modules_to_save=["modulator"]`` to train and save them.
     """
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
-        super().__init__(config, in_features, out_features, bias=bias, device=device, dtype=dtype, inner=inner)
-        self.modulator = build_modulator(config, in_features, out_features, device=device, dtype=dtype)
+    def create(self, **kw: Any) -> None:
+        self.modulator = build_modulator(self.config, self.in_features, self.out_features, **kw)
 
     def neutralize(self) -> None:
         """Set every gate to exactly 1."""

@@ -91,7 +91,8 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError if the config names a saved class, as ``AutoModelForCausalLM`` cannot load it."""
     if saved := config.get("architectures"):
-        raise ValueError(f"{directory} holds a {saved[0]}, which is not a causal language model; give auto_class")
+        saved_class = shorten(str(saved[0]))
+        raise ValueError(f"{directory} holds a {saved_class}, which is not a causal language model; give auto_class")
 
 
 @contextlib.contextmanager
@@ -127,6 +128,8 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {quoted(config)}")
     if wrong := [key for key, value in config.items() if isinstance(value, float) and math.isnan(value)]:
         raise ValueError(f"{path}: {wrong[0]} is NaN; restore it from a copy")
+    if not isinstance(config.get("architectures") or [], list):
+        raise ValueError(f"{path}: architectures must be a list of class names, got {quoted(config['architectures'])}")
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors = count_tensors(directory / name for name in weights)

@@ -7,7 +7,7 @@ from peft import LoraConfig
 from peft.tuners import lora
 from torch import nn
 
-from relinear.contract.linear_layers import is_conv1d, reference_parameter
+from relinear.contract.linear_layers import is_conv1d, reference_tensor
 from relinear.contract.operator import Operator
 
 #: settings of ``init_lora_weights`` that need no weight of the layer
@@ -27,7 +27,7 @@ class OperatorLora(lora.Linear):
         return module.in_features, module.out_features  # type: ignore[return-value]
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        reference = reference_parameter(base_layer)
+        reference = reference_tensor(base_layer)
         return reference.device, reference.dtype
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:

@@ -236,7 +236,7 @@ def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[
     counts = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in replaced)
     for (config, in_features, out_features, before), count in counts.items():
         after = module_parameters(config.build(in_features, out_features, device="meta"))
-        if after > _WARN_ABOVE * before:
+        if before and after > _WARN_ABOVE * before:
             yield (
                 f"{config} has {after:,} parameters in place of {before:,}, {after / before:.1f} times as many, in "
                 f"{count} layers of {in_features} -> {out_features}; a smaller size makes the model smaller"

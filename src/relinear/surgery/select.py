@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from relinear.contract.attachment import PART_PREFIX
 from relinear.contract.linear_layers import is_embedding
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import existing_layer_indices, layer_finder, output_head
@@ -18,7 +19,6 @@ from relinear.settings.patterns import ALL_LINEAR, check_patterns, is_name, list
 #: parameter -> the modules that hold it, with the parameter's name there
 ParameterHolders = dict[nn.Parameter, list[tuple[str, nn.Module]]]
 
-PART_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
 #: "parent class.layer" of transformers layers whose parent reads their weight without calling them
