@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
+from relinear.contract.linear_layers import embeds, linear_features, replaced_layer
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
 from relinear.hf.half_precision import at_half_precision
@@ -45,7 +45,7 @@ def packs(model: Any, layer: Any, config: Any) -> bool:
     """Return whether compressed-tensors holds ``layer`` of ``model``, once it is an operator of ``config``, packed."""
     if embeds(layer) or layer is model.get_output_embeddings():  # vLLM reads them dense alone
         return False
-    transposed = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False)
+    transposed = replaced_layer(layer).is_conv1d
     inputs = linear_features(layer)[0]
     integers = getattr(config, "symmetric", False) and config.levels == "uniform"
     return not transposed and integers and not inputs % min(config.group, inputs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.linear_layers import row_scale
+from relinear.contract.linear_layers import replaced_layer
 from relinear.contract.module_state import frozen_parameters, observe_forwards
 from relinear.contract.numerics import rounding_bound
 from relinear.distill.record import first_call
@@ -111,7 +111,7 @@ class LayerByLayer:
 
         with frozen_parameters(self.model), observe_forwards([("", table)], as_leaf), torch.enable_grad():
             (row_gradient,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
-        return row_gradient * row_scale(table)
+        return row_gradient * replaced_layer(table).row_scale
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of layer ``index`` for hidden states (B, T, D) of a shape that ``embed`` has seen."""

@@ -4,7 +4,7 @@
 
 import itertools
 import re
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
@@ -52,12 +52,30 @@ def is_embedding(module: Any) -> bool:
     return stock and module.max_norm is None
 
 
-def row_scale(module: Any) -> float:
-    """Return the factor on the rows that ``module`` looks up: 1 except for scaled embeddings (Gemma's)."""
-    if hasattr(module, "row_scale"):
-        return module.row_scale
-    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None)) if is_embedding(module) else 1.0
-    return 1.0 if scale is None else float(scale)
+class ReplacedLayer(NamedTuple):
+    """What an operator has to know of the stock layer that it replaced.
+
+    Attributes:
+        is_conv1d: whether it was GPT-2's transposed linear; folding returns one.
+        num_embeddings: size of the vocabulary if it was an embedding; None for other layers.
+        row_scale: factor on the rows that an embedding looks up; 1 except for scaled ones (Gemma's).
+        embedding_class: class of the embedding.
+    """
+
+    is_conv1d: bool = False
+    num_embeddings: int | None = None
+    row_scale: float = 1.0
+    embedding_class: type[nn.Module] = nn.Embedding
+
+
+def replaced_layer(module: Any) -> ReplacedLayer:
+    """Return the facts on ``module`` or, if it is an operator, on the layer that it replaced."""
+    if isinstance(known := getattr(module, "replaced", None), ReplacedLayer):
+        return known
+    if not is_embedding(module):
+        return ReplacedLayer(is_conv1d(module))
+    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
+    return ReplacedLayer(False, module.num_embeddings, 1.0 if scale is None else float(scale), type(module))
 
 
 def embeds(module: Any) -> bool:

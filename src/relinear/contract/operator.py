@@ -20,14 +20,14 @@ from relinear.contract.config import Config, Count, check_value
 from relinear.contract.inference import CachingModule
 from relinear.contract.input_checks import check_features, check_finite
 from relinear.contract.linear_layers import (
+    ReplacedLayer,
     dense_bias,
     dense_weight,
-    is_conv1d,
     is_stock_linear,
     linear_features,
     linear_of,
     reference_tensor,
-    row_scale,
+    replaced_layer,
 )
 from relinear.contract.module_tree import outermost
 from relinear.contract.parameter_roles import DeclaredFans, ParamRole
@@ -129,11 +129,7 @@ class OperatorConfig(Config):
         operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
         if init == "from_weight":
             operator.fit_to_linear_(source)
-        operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
-        operator.num_embeddings = getattr(source, "num_embeddings", None)
-        operator.row_scale = row_scale(source)
-        # read only if ``num_embeddings`` is set
-        operator.embedding_class = getattr(source, "embedding_class", type(source))
+        operator.replaced = replaced_layer(source)
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> OperatorConfig | None:
@@ -199,15 +195,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     finite_fan_out: tuple[str, ...] = ()
     #: tensor parallelism: name of a parameter (or submodule, with all its parameters) -> dimension to split
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
-    #: whether it replaces GPT-2's transposed Conv1D, so that folding returns one instead of an nn.Linear
-    replaces_conv1d: bool = False
+    #: the layer that it replaced in a model
+    replaced: ReplacedLayer = ReplacedLayer()
     #: added to the number of parameters to count weights; for quantized layers: integer codes minus scales
     weights_beyond_parameters: int = 0
-    #: size of the vocabulary if it replaces an nn.Embedding (it maps token ids to ``rows``); None for other layers
-    num_embeddings: int | None = None
-    #: factor on these rows (Gemma scales its embeddings), and the class of the replaced embedding
-    row_scale: float = 1.0
-    embedding_class: type[nn.Module] = nn.Embedding
     #: name of the operator in its model, for messages; empty outside of a model
     name_in_model: str = ""
 
@@ -248,6 +239,11 @@ class Operator(AuxiliaryLossMixin, CachingModule):
                 "weight, which the model reads here; leave the layer out with exclude="
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def num_embeddings(self) -> int | None:
+        """Return the size of the vocabulary if it replaces an embedding (it maps token ids to ``rows``), else None."""
+        return self.replaced.num_embeddings
 
     def create(self, **kw: Any) -> None:
         """Register uninitialised parameters and buffers; a zero ``bias`` (out_features,) is added afterwards.
@@ -442,7 +438,8 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
             if self.num_embeddings is not None and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
                 rows = self.rows(x)
-                return rows if self.row_scale == 1 else rows * rows.new_full((), self.row_scale)
+                scale = self.replaced.row_scale
+                return rows if scale == 1 else rows * rows.new_full((), scale)
             check_features(x, self.in_features, self)
         return forward(self, x)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import check_value
-from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features, reference_tensor
+from relinear.contract.linear_layers import dense_bias, dense_weight, linear_features, reference_tensor, replaced_layer
 from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
 from relinear.contract.parameter_roles import ParamRole
 
@@ -69,7 +69,7 @@ class WrapperConfig(OperatorConfig):
             if parameter is not None:
                 parameter.requires_grad_(reference.requires_grad)
         wrapper.training = source.training
-        wrapper.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
+        wrapper.replaced = replaced_layer(source)
         return wrapper
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> OperatorConfig | None:

@@ -26,14 +26,15 @@ def to_stock_layer(operator: Operator) -> nn.Module:
         raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
     linear: Any
     kw: Any = {"device": reference.device, "dtype": reference.dtype}
-    if operator.replaces_conv1d:
+    if operator.replaced.is_conv1d:
         from transformers.pytorch_utils import Conv1D
 
         linear = Conv1D(operator.out_features, operator.in_features).to(**kw)
         weight = weight.T
     elif operator.num_embeddings is not None:
-        extra = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
-        linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **extra).to(**kw)
+        _, size, scale, embedding_class = operator.replaced
+        extra = {"padding_idx": None, "embed_scale": scale} if scale != 1 else {}
+        linear = embedding_class(size, operator.in_features, **extra).to(**kw)
     else:
         linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
     linear.weight.copy_(weight)

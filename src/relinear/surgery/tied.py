@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relinear.contract.linear_layers import embeds, linear_features, linear_of
+from relinear.contract.linear_layers import ReplacedLayer, embeds, linear_features, linear_of
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.config_record import finish_surgery_
@@ -96,7 +96,7 @@ def untie_config_(model: Any) -> None:
             return
         names = [n for n, m in model.named_modules() if m is head]
         operator = head.table
-        operator.num_embeddings, operator.bias = None, head.bias
+        operator.replaced, operator.bias = ReplacedLayer(), head.bias
         replace_module_(model, names, head, operator)
         finish_surgery_(model)
     elif head is None or not isinstance(model.get_input_embeddings(), Operator):
