@@ -371,7 +371,10 @@ class MeasuredWrapper(Wrapper):
     """A wrapper with a parameter and a loss of its own."""
 
     def create(self, **kw):
-        self.gain = torch.nn.Parameter(torch.ones(self.out_features, **kw))
+        self.gain = torch.nn.Parameter(torch.empty(self.out_features, **kw))
+
+    def reset_own_parameters(self):
+        torch.nn.init.ones_(self.gain)
 
     def forward(self, x):
         y = self.base(x) * self.gain
@@ -475,3 +478,43 @@ def test_a_bias_that_nobody_initialises_is_zero():
             torch.nn.init.ones_(self.up)
 
     assert not Forgetful(LowRank(rank=2), 64, 64).bias.any()
+
+
+def test_nothing_is_recorded_in_eval():
+    class Unguarded(LowRankLinear):
+        def forward(self, x):
+            y = super().forward(x)
+            self.record_auxiliary(energy(y), {})
+            return y
+
+    layer = Unguarded(LowRank(rank=2), 4, 4).eval()
+    layer(torch.ones(3, 4))
+    assert layer.train().auxiliary_losses() == {}
+
+
+def test_a_wrappers_own_parameters_are_initialised_anew_and_on_the_meta_device():
+    with torch.device("meta"):
+        model = llama()
+        relinear.replace_(model, {"q_proj": Measured()})
+    model.to_empty(device="cpu")
+    wrapper = model.model.layers[0].self_attn.q_proj
+    wrapper.gain.data.fill_(7)
+    model.init_weights()
+    assert (wrapper.gain == 1).all()
+    wrapper.gain.data.fill_(7)
+    wrapper.reset_parameters()
+    assert (wrapper.gain == 1).all()
+
+
+def test_a_plan_knows_which_wrappers_can_be_neutral():
+    class Louder(MeasuredWrapper):
+        neutralize = Wrapper.neutralize
+
+    @register
+    class Loud(WrapperConfig):
+        kind = "loud"
+        module_class = Louder
+
+    assert Measured().fits_weight
+    with pytest.raises(ValueError, match="loud"):
+        relinear.plan(llama(), {"q_proj": Loud()}, init="from_weight")

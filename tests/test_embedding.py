@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import relinear
-from conftest import mostly_slow
+from conftest import make_tiny_llama, mostly_slow
 from relinear.compression import compress
 from relinear.compression.budget import stored_bytes
 
@@ -106,6 +106,14 @@ def test_a_name_means_it_and_no_pattern_for_layers_does() -> None:
         rounded().resize_token_embeddings(310)
     with pytest.raises(ValueError, match="embed_tokens is an embedding that is an operator, which LoRA does"):
         peft.get_peft_model(rounded(), peft.LoraConfig(target_modules=["embed_tokens"]))
+
+
+def test_folding_keeps_the_row_of_padding() -> None:
+    model = make_tiny_llama(pad_token_id=3)
+    assert model.model.embed_tokens.padding_idx == 3
+    relinear.replace_(model, {"embed_tokens": "quantized:bits=8"}, init="from_weight")
+    relinear.fold_(model, verbose=False)
+    assert model.model.embed_tokens.padding_idx == 3
 
 
 def test_its_scales_train_through_lookup_and_head() -> None:

@@ -300,6 +300,21 @@ def test_blocks_may_end_in_any_order() -> None:
     assert not twice.equal(once)
 
 
+def test_blocks_on_outputs_of_a_compiled_model_may_end_in_any_order() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="eager", fullgraph=True)
+    x = torch.ones(2)
+    before = compiled(x)
+    first, second = (activations.intervene(compiled, {"0.output": activations.Add(n)}) for n in (1.0, 2.0))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    torch.testing.assert_close(compiled(x), before + 2)
+    second.__exit__(None, None, None)
+    assert compiled(x).equal(before)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 class Misnamed(activations.HasHookPoints, torch.nn.Module):
     def __init__(self, declared):
         super().__init__()
@@ -377,6 +392,8 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         "number.*, got 'a'": lambda: activations.Clamp("a", 1),
         "at most the maximum": lambda: activations.Clamp(1, -1),
         "nan": lambda: activations.Clamp(float("nan"), 1),
+        "minimum=tensor": lambda: activations.Clamp(torch.ones(4), torch.zeros(4)),
+        "real number": lambda: activations.Add(1j),
         "minimum": lambda: activations.Clamp(),
         r"mask\.nonzero": lambda: activations.Patch(0.0, dims=[True, False]),
         r"nonzero\(\)": lambda: activations.Patch(0.0, dims=torch.tensor([True, False])),

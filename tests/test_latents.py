@@ -62,6 +62,11 @@ def test_missing_latents_are_named(model) -> None:
         model(IDS)
     with pytest.raises(KeyError, match="layers"):
         z["model.layers.0.self_attn.q"]
+    block = activations.latents(model)
+    with block:
+        model(IDS)
+    with block as z, pytest.raises(KeyError, match="no forward has run"):
+        z[Q0]
     with pytest.raises(ValueError, match="no operator with a latent"), activations.latents(make_tiny_gpt2()):
         pass
 

@@ -362,3 +362,17 @@ def test_an_attached_part_stays_in_the_layer_that_is_replaced(tmp_path) -> None:
     relinear.fold_(model, verbose=False)
     torch.testing.assert_close(model(IDS).logits, changed, rtol=1e-3, atol=1e-3)
     assert model.model.embed_tokens.relinear_scale.gain.eq(3.0).all()
+
+
+def test_a_part_without_a_check_is_attached_once() -> None:
+    model = llama()
+    relinear.attach_(model, ScaledEmbedding())
+    with pytest.raises(ValueError, match="has a scaled_embedding already"):
+        relinear.attach_(model, ScaledEmbedding())
+
+
+@pytest.mark.parametrize("names", ["up", ("upp",)])
+def test_declared_names_are_checked(names) -> None:
+    layer = type("Misdeclared", (LowRankLinear,), {"finite_fan_in": names})(LOW, 8, 8)
+    with pytest.raises(ValueError, match=r"finite_fan_in must name its parameters in a tuple, got 'up"):
+        layer.param_roles()

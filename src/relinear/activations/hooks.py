@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
@@ -314,8 +315,35 @@ def check_not_hooked(model: nn.Module, caller: str) -> None:
         )
 
 
+class _EagerMode:
+    """Run all compiled functions uncompiled while any block has hooks on outputs, in whatever order blocks end.
+
+    A compiled forward does not see forward hooks that were added or removed after it was compiled.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._blocks += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_eager_mode = _EagerMode()
+
+
 class HookBlock(AbstractContextManager[T]):
-    """Set hooks on a model's hook points within ``with`` blocks, one after another or nested.
+    """Set hooks on a model's hook points within ``with`` blocks, which may nest, repeat and end in any order.
 
     Args:
         model: any model.
@@ -328,7 +356,7 @@ class HookBlock(AbstractContextManager[T]):
         self, model: nn.Module, choose: Callable[[Mapping[str, HookPoint]], Mapping[str, ActivationHook]], value: T
     ) -> None:
         self._model, self._choose, self._value = model, choose, value
-        self._entered: list[contextlib.ExitStack] = []
+        self._exits: list[contextlib.ExitStack] = []
         choose(hook_points(model, outputs=True))
 
     def __enter__(self) -> T:
@@ -336,16 +364,15 @@ class HookBlock(AbstractContextManager[T]):
         hooks = self._choose(points)
         with contextlib.ExitStack() as stack:
             if any(points[name].kind == OUTPUT for name in hooks):
-                # a compiled forward does not see forward hooks that were added or removed after it was compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_eager_mode)
             for name, hook in hooks.items():
                 stack.callback(points[name].remove_hook, hook)
                 points[name].set_hooks((*points[name].hooks, hook))
-            self._entered.append(stack.pop_all())
+            self._exits.append(stack.pop_all())
         return self._value
 
     def __exit__(self, *exception: object) -> None:
-        self._entered.pop().close()
+        self._exits.pop().close()
 
 
 def observe(
@@ -354,7 +381,7 @@ def observe(
     """Call ``observer(name, activation)`` for every value that a forward within the block computes.
 
     Args:
-        model: any model, compiled or not; if outputs are observed, it runs uncompiled within the block.
+        model: any model, compiled or not; if outputs are observed, nothing runs compiled within the block.
         observer: called with a hook point's name and its ``Activation``, after all interventions.
         names: one or several patterns, as in ``intervene``; None means all latents.
 

@@ -78,8 +78,8 @@ class Clamp(_DimensionIntervention):
         dims: indices of the dimensions of z that it applies to; all of them if None.
 
     Raises:
-        ValueError: if ``minimum`` and ``maximum`` are numbers and the first is above the second; by ``intervene``, if a
-            shape or a dimension does not fit the hook point.
+        ValueError: if ``minimum`` is above ``maximum``; by ``intervene``, if a shape or a dimension does not fit the
+            hook point.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -96,7 +96,8 @@ class Clamp(_DimensionIntervention):
         bounds = [_as_tensor(value) for value in self.arguments().values()]
         if not bounds:
             raise ValueError("Clamp needs a minimum, a maximum or both")
-        if all(bound.ndim == 0 for bound in bounds) and not bounds[0] <= bounds[-1]:  # nor if one is NaN
+        have_one_shape = bounds[0].ndim == 0 or bounds[-1].ndim == 0 or bounds[0].shape == bounds[-1].shape
+        if have_one_shape and not bool((bounds[0] <= bounds[-1]).all()):  # nor if one is NaN
             values = f"minimum={quoted(self.minimum)}, maximum={quoted(self.maximum)}"
             raise ValueError(f"Clamp({values}): the minimum must be a number that is at most the maximum")
 
@@ -195,11 +196,14 @@ def _indices(dims: Any) -> list[int]:
 
 
 def _as_tensor(value: Any, **options: Any) -> Tensor:
+    message = f"an intervention's value must be a real number, a sequence of them or a tensor, got {quoted(value)}"
     try:
-        return torch.as_tensor(value, **options)
+        tensor = torch.as_tensor(value, **options)
     except (RuntimeError, TypeError, ValueError) as error:
-        message = f"an intervention's value must be a number, a sequence of numbers or a tensor, got {quoted(value)}"
         raise ValueError(message) from error
+    if tensor.is_complex():
+        raise ValueError(message)
+    return tensor
 
 
 def _broadcastable(value: Values, z: Tensor) -> Tensor:
@@ -218,7 +222,8 @@ def intervene(
     """Change latents, gates and outputs in every forward within the block.
 
     Args:
-        model: any model, compiled or not; with hooks on outputs it runs uncompiled within the block.
+        model: any model, compiled or not. Within a block with hooks on outputs, nothing runs compiled. Other blocks
+            make a compiled model compile anew, which torch does a few times only.
         interventions: name of a hook point -> one (``Clamp``, ``Add``, ``Patch``) or a sequence of them, applied in
             order. Names are full ones or patterns as for ``replace_`` ("q_proj" is that of every layer): of an operator
             for its latent; of a gate ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel",
@@ -227,7 +232,8 @@ def intervene(
             block's apply first.
 
     Returns:
-        A ``with`` block, which may be used again: forwards within it are changed.
+        A ``with`` block, which may be used again: forwards within it are changed. It changes the modules that are in
+        use when it begins: of those that PEFT copies (``modules_to_save``), the copy of the active adapter.
 
     Raises:
         ValueError: at the call or on entry, for an unknown name (with the nearest names), values of a wrong shape, or a

@@ -2,7 +2,6 @@
 
 # Legend: R latent size
 
-import functools
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,7 +12,9 @@ from torch import Tensor, nn
 
 from relinear.activations.hooks import (
     Activation,
+    ActivationHook,
     HookBlock,
+    HookPoint,
     LatentOperator,
     hook_points,
     latent_points,
@@ -46,7 +47,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     Records z, mu and sigma of every operator with a latent, with their graph; they stay available after the block. In
     eval the block makes operators compute the variance encoder, which they otherwise skip. With non-reentrant gradient
     checkpointing the latents are the forward's, never its recomputation's. With ``torch.compile`` entering and leaving
-    the block recompiles.
+    the block recompiles, which torch does a few times only.
 
     Args:
         model: a model with operators that have a latent (``HDPL``).
@@ -68,7 +69,12 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """
     check_model(model, "latents")
     stored = Latents()
-    return HookBlock(model, functools.partial(observing_hooks, stored.__setitem__, None), stored)
+
+    def choose(points: Mapping[str, HookPoint]) -> dict[str, ActivationHook]:
+        stored.clear()
+        return observing_hooks(stored.__setitem__, None, points)
+
+    return HookBlock(model, choose, stored)
 
 
 class LatentDistribution(NamedTuple):

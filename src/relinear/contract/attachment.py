@@ -36,7 +36,10 @@ class AttachmentConfig(Config):
         adopt_renamed_attributes(cls)
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError, saying why and what to do, if ``model`` does not support this; must change nothing."""
+        """Raise ValueError, saying why and what to do, if ``model`` does not support this; must change nothing.
+
+        Without a ``check`` of its own, an attachment of one kind can be attached once.
+        """
 
     def attach(self, model: nn.Module) -> None:
         """Add modules and hooks to ``model`` in place.

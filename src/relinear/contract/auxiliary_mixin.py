@@ -93,11 +93,11 @@ class AuxiliaryLossMixin(nn.Module):
     def record_auxiliary(self, losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Record losses and (detached) metrics of this training forward, one value per token or scalars.
 
-        If one forward of the model calls this several times, the last call counts. When gradient checkpointing
-        recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
+        If one forward of the model calls this several times, the last call counts. Nothing is recorded in eval, nor
+        when gradient checkpointing recomputes a layer in the backward pass: that forward is reduced already.
         """
         # the model's forward clears both first, so if there are any, this runs within its backward pass
-        if not ((self._auxiliary_losses or self._metrics) and is_recomputing()):
+        if self.training and not ((self._auxiliary_losses or self._metrics) and is_recomputing()):
             # nn.Module.__setattr__ would look for parameters
             object.__setattr__(self, "_auxiliary_losses", losses)
             object.__setattr__(self, "_metrics", dict(zip(metrics, map(Tensor.detach, metrics.values()))))

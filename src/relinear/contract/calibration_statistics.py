@@ -86,7 +86,7 @@ def fit_by_lbfgs_(operator: Any, weight: Tensor, statistics: CalibrationStatisti
 
     The parameters stay if the error rises or is NaN.
     """
-    high_precision = deepcopy(operator).to(statistics.input_moment.dtype).train()
+    high_precision = deepcopy(operator).to(statistics.input_moment).train()
     bias = high_precision.bias
     parameters = [p.requires_grad_(True) for p in high_precision.parameters() if p is not bias]
     weight = weight.detach().to(statistics.input_moment)

@@ -60,12 +60,14 @@ class ReplacedLayer(NamedTuple):
         num_embeddings: size of the vocabulary if it was an embedding; None for other layers.
         row_scale: factor on the rows that an embedding looks up; 1 except for scaled ones (Gemma's).
         embedding_class: class of the embedding.
+        padding_idx: its row that is not trained, if any.
     """
 
     is_conv1d: bool = False
     num_embeddings: int | None = None
     row_scale: float = 1.0
     embedding_class: type[nn.Module] = nn.Embedding
+    padding_idx: int | None = None
 
 
 def replaced_layer(module: Any) -> ReplacedLayer:
@@ -75,7 +77,8 @@ def replaced_layer(module: Any) -> ReplacedLayer:
     if not is_embedding(module):
         return ReplacedLayer(is_conv1d(module))
     scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
-    return ReplacedLayer(False, module.num_embeddings, 1.0 if scale is None else float(scale), type(module))
+    scale = 1.0 if scale is None else float(scale)
+    return ReplacedLayer(False, module.num_embeddings, scale, type(module), module.padding_idx)
 
 
 def embeds(module: Any) -> bool:

@@ -193,6 +193,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     finite_fan_in: tuple[str, ...] = ()
     #: muP: likewise for the fan-out
     finite_fan_out: tuple[str, ...] = ()
+    #: muP: names of parameters whose initial values are constants, and of orthogonal matrices (``ParamRole.init_law``)
+    constant_initialized: tuple[str, ...] = ()
+    orthogonal_initialized: tuple[str, ...] = ()
     #: tensor parallelism: name of a parameter (or submodule, with all its parameters) -> dimension to split
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: the layer that it replaced in a model
@@ -216,10 +219,11 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
-        if type(self).__init__ is Operator.__init__ or type(self).create is not Operator.create or "inner" in kw:
-            self._create(bias, **kw)
+        self._construct(bias, **kw)
 
-    def _create(self, bias: bool, **kw: Any) -> None:
+    def _construct(self, bias: bool, **kw: Any) -> None:
+        if type(self).__init__ is not Operator.__init__ and type(self).create is Operator.create:
+            return  # the subclass registers its parameters in ``__init__``
         self.create(**kw)
         if self._parameters.get("bias") is None:
             self.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **kw)) if bias else None)
@@ -267,9 +271,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """Return the dense matrix (out_features, in_features) without the bias; one per token if conditioned.
 
         Raises:
-            NotLinearError: if the operator is not a linear map of its input.
+            NotLinearError: by default, and if the operator is not a linear map of its input.
         """
-        raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
+        raise NotLinearError(f"{self.config.kind} has no dense matrix (to_dense) and cannot be folded")
 
     def dense_chain(self) -> tuple[Tensor, ...]:
         """Return the weights of equivalent linear layers, in the order in which they are applied.
@@ -388,7 +392,8 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     def inactive_per_token(self) -> tuple[int, int]:
         """Return the (parameters, FLOPs) that one token does not use, such as those of experts that a router skips.
 
-        Total FLOPs are ``flops_per_token()`` plus these FLOPs; active parameters are all minus these parameters.
+        Leave out those of operators inside this one, which count themselves. Total FLOPs are ``flops_per_token()`` plus
+        these FLOPs; active parameters are all minus these parameters.
         """
         return 0, 0
 

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from relinear.deprecated import declared
+from relinear.settings.messages import quoted
 
 InitLaw = Literal["fan_in", "constant", "orthogonal"]
 
@@ -114,6 +115,9 @@ def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
     result: set[Tensor] = set()
     for part in module.modules():
         if keys := declared(part, attribute):
+            if isinstance(keys, str) or (unknown := [key for key in keys if not hasattr(part, key.partition(".")[0])]):
+                wrong = quoted(keys if isinstance(keys, str) else unknown[0])
+                raise ValueError(f"{type(part).__name__}.{attribute} must name its parameters in a tuple, got {wrong}")
             named = part.named_parameters()
             result.update(p for name, p in named if any(name == key or name.startswith(f"{key}.") for key in keys))
     return result

@@ -37,9 +37,10 @@ class WrapperConfig(OperatorConfig):
         return getattr(self.base, "context_dim", None)
 
     @property
-    def fits_weight(self) -> bool:  # type: ignore[override]
-        """Return whether the wrapped layer can be fitted to a weight."""
-        return self.base is None or self.base.fits_weight
+    def fits_weight(self) -> bool:
+        """Return whether the wrapped layer can be fitted to a weight, and the wrapper be made neutral."""
+        can_be_neutral = getattr(self.module_class, "neutralize", None) is not Wrapper.neutralize
+        return can_be_neutral and (self.base is None or self.base.fits_weight)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.base is not None:
@@ -80,7 +81,8 @@ class WrapperConfig(OperatorConfig):
 class Wrapper(Operator):
     """Base of operators around another layer, ``base``.
 
-    ``create`` registers the wrapper's own parameters and submodules, with their initial values, after ``base``.
+    ``create`` registers the wrapper's own parameters and submodules, after ``base``. Submodules initialise themselves;
+    for parameters of the wrapper itself define ``reset_own_parameters``.
 
     Args:
         inner: the layer to wrap; None builds the config's base, or an ``nn.Linear``.
@@ -96,9 +98,11 @@ class Wrapper(Operator):
             inner = build(in_features, out_features, bias, device, dtype)
         super().__init__(config, in_features, out_features, inner=inner, device=device, dtype=dtype)
 
-    def _create(self, bias: bool, inner: nn.Module, **kw: Any) -> None:  # type: ignore[override]
-        self.base = inner
+    def _construct(self, bias: bool, **kw: Any) -> None:
+        self.base = kw.pop("inner")
         self.create(**kw)
+        if any(parameter is not None and not parameter.is_meta for parameter in self._parameters.values()):
+            self.reset_own_parameters()
 
     @property
     def bias(self) -> nn.Parameter | None:  # type: ignore[override]
@@ -120,11 +124,17 @@ class Wrapper(Operator):
         raise ValueError(f"{self.config.kind} cannot be made neutral; use init='fresh'")
 
     def reset_parameters(self) -> None:
-        """Initialise the wrapped layer (if it can be), then the wrapper's own parameters."""
+        """Initialise the wrapped layer and the wrapper's own submodules, if they can be, and its own parameters."""
         for child in self.children():
             reset = getattr(child, "reset_parameters", None)
             if callable(reset):
                 reset()
+        if self._parameters:
+            self.reset_own_parameters()
+
+    def reset_own_parameters(self) -> None:
+        """Initialise the parameters of the wrapper itself, which are not in a submodule."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement reset_own_parameters")
 
     @torch.no_grad()
     def fit_to_linear_(self, linear: nn.Module) -> Self:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.hf.initialization import PART, mark_initialized_, package_of
+from relinear.hf.initialization import PART_MARK, mark_initialized_, package_of
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 
 #: attribute with the list of configs; a model shares the list with its base model, which may be saved alone
@@ -20,6 +20,9 @@ def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
     """
     hf_model = unwrapped(model)
     config.check(hf_model)
+    checks_itself = type(config).check is not AttachmentConfig.check
+    if not checks_itself and any(type(other) is type(config) for other in attachments(hf_model)):
+        raise ValueError(f"{type(hf_model).__name__} has a {config.kind} already")
     old_parameters = {id(parameter) for parameter in hf_model.parameters()}
     old_names = {name for name, _ in hf_model.named_modules()}
     config.attach(hf_model)
@@ -33,7 +36,7 @@ def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
         part = hf_model.get_submodule(name)
         for module in part.modules():
             if package_of(module) == package_of(config):
-                setattr(module, PART, True)
+                setattr(module, PART_MARK, True)
         mark_initialized_(part)
     if hf_model is not model:
         unfreeze_new_parameters_(hf_model, old_parameters)

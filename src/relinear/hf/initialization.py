@@ -13,20 +13,23 @@ from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 
 #: mark on modules that an attachment of another package added
-PART = "_is_relinear_part"
+PART_MARK = "_is_relinear_part"
 #: transformers' mark on modules, and on tensors that were loaded
 INITIALIZED = "_is_hf_initialized"
 
 
 def initialize_(module: Any) -> None:
-    """Initialise an operator or part, except for loaded tensors; a wrapped layer is initialised separately."""
-    is_ours = isinstance(module, Operator) or package_of(module) == "relinear" or hasattr(module, PART)
-    if not is_ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
+    """Initialise an operator or part, except for loaded tensors; submodules of a wrapper are initialised separately."""
+    is_ours = isinstance(module, Operator) or package_of(module) == "relinear" or hasattr(module, PART_MARK)
+    reset = getattr(module, "reset_parameters", None)
+    tensors = list(module.state_dict(keep_vars=True).values()) if is_ours else []
+    if isinstance(module, Wrapper):
+        reset, tensors = module.reset_own_parameters, list(module._parameters.values())
+    if not is_ours or not callable(reset):
         return
-    tensors = module.state_dict(keep_vars=True).values()
     loaded = [(tensor, tensor.detach().clone()) for tensor in tensors if getattr(tensor, INITIALIZED, False)]
     if len(loaded) < len(tensors):
-        module.reset_parameters()
+        reset()
         with torch.no_grad():
             for tensor, value in loaded:
                 tensor.copy_(value)

@@ -32,9 +32,9 @@ def to_stock_layer(operator: Operator) -> nn.Module:
         linear = Conv1D(operator.out_features, operator.in_features).to(**kw)
         weight = weight.T
     elif operator.num_embeddings is not None:
-        _, size, scale, embedding_class = operator.replaced
-        extra = {"padding_idx": None, "embed_scale": scale} if scale != 1 else {}
-        linear = embedding_class(size, operator.in_features, **extra).to(**kw)
+        _, size, scale, embedding_class, padding = operator.replaced
+        extra = {"embed_scale": scale} if scale != 1 else {}
+        linear = embedding_class(size, operator.in_features, padding_idx=padding, **extra).to(**kw)
     else:
         linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
     linear.weight.copy_(weight)

@@ -77,4 +77,3 @@ class OutputGate(WrapperConfig):
 
     kind = "output_gate"
     module_class = OutputGateLinear
-    fits_weight: ClassVar[bool] = False

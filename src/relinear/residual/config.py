@@ -17,7 +17,7 @@ from relinear.hf.attachments import attachments
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
 #: name of the submodule with a residual method's parameters
-PART = "relinear_residual"
+PART_NAME = "relinear_residual"
 
 
 @with_attributes_of_0_2
@@ -38,8 +38,8 @@ class ResidualConfig(AttachmentConfig):
     def attach(self, model: nn.Module) -> None:
         blocks = sub_blocks(model)
         for index, block in enumerate(blocks):
-            add_part(block.module, PART, self.residual_part(block, index, len(blocks)), block.module)
-            connect(block, ResidualHooks(block.module, PART))
+            add_part(block.module, PART_NAME, self.residual_part(block, index, len(blocks)), block.module)
+            connect(block, ResidualHooks(block.module, PART_NAME))
 
 
 def connect(block: SubBlock, hooks: ResidualHooks) -> None:

@@ -18,7 +18,7 @@ from relinear.activations.residual_hooks import ResidualHooks, apply_to_output
 from relinear.contract.attachment import add_part, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
-from relinear.residual.config import PART, ResidualConfig, connect
+from relinear.residual.config import PART_NAME, ResidualConfig, connect
 
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams
 
@@ -221,7 +221,7 @@ class _PreviousResidualHooks(ResidualHooks):
     """Add a combination of earlier streams to a sub-block's output."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
-        super().__init__(owner, PART)
+        super().__init__(owner, PART_NAME)
         self.index, self.previous, self.received = index, previous, received
 
     def replace_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -270,5 +270,5 @@ class LaurelPA(ResidualConfig):
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
             part = LaurelPreviousResidual(_width(block), self.rank, streams, factory_kwargs_like(block.module))
-            add_part(block.module, PART, part, block.module)
+            add_part(block.module, PART_NAME, part, block.module)
             connect(block, _PreviousResidualHooks(block.module, index, self.previous, received))

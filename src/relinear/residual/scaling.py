@@ -12,7 +12,7 @@ from relinear.activations.residual_hooks import ResidualHooks
 from relinear.contract.attachment import add_part, factory_kwargs_like
 from relinear.contract.config import register
 from relinear.hf.sub_blocks import sub_blocks
-from relinear.residual.config import PART, ResidualConfig, connect, without_norm
+from relinear.residual.config import PART_NAME, ResidualConfig, connect, without_norm
 
 
 class _Scale(nn.Module):
@@ -56,11 +56,11 @@ class ReZero(ResidualConfig):
     def attach(self, model: nn.Module) -> None:
         for block in sub_blocks(model):
             owner = block.owner if self.shared else block.module
-            if not hasattr(owner, PART):
-                add_part(owner, PART, _Scale(**factory_kwargs_like(block.module)), block.module)
+            if not hasattr(owner, PART_NAME):
+                add_part(owner, PART_NAME, _Scale(**factory_kwargs_like(block.module)), block.module)
             if not self.keep_norms:
                 without_norm(block)
-            connect(block, ResidualHooks(owner, PART))
+            connect(block, ResidualHooks(owner, PART_NAME))
 
 
 def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:
