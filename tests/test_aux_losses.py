@@ -518,3 +518,22 @@ def test_a_plan_knows_which_wrappers_can_be_neutral():
     assert Measured().fits_weight
     with pytest.raises(ValueError, match="loud"):
         relinear.plan(llama(), {"q_proj": Loud()}, init="from_weight")
+
+
+def test_a_subclass_adds_to_its_parents_losses_and_a_token_may_have_several_values(model):
+    class Several(PenalizedLinear):
+        def forward(self, x):
+            y = super().forward(x)
+            self.record_auxiliary({"several": y.square()}, {})
+            return y
+
+    layer = model.model.layers[0].mlp.up_proj
+    layer.__class__ = Several
+    outputs = []
+    layer.register_forward_hook(lambda module, args, y: outputs.append(y))
+    labels = padded(BATCH)
+    model(BATCH, labels=labels)
+    losses = layer.auxiliary_losses()
+    assert set(losses) == {"energy", "several"}
+    counted = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
+    torch.testing.assert_close(losses["several"], outputs[0].square()[counted].mean())

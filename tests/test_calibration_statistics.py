@@ -137,6 +137,15 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="tokens must be a whole number"):
         CalibrationStatistics(torch.eye(3), tokens="many")  # type: ignore[arg-type]
     assert CalibrationStatistics.identity(3) != CalibrationStatistics.identity(3)
+    hdpl = relinear.HDPL(rank=4, blocks=2).build(16, 16)
+    before = copy.deepcopy(hdpl.state_dict())
+    with pytest.raises(relinear.contract.NotLinearError, match="no dense matrix"):
+        hdpl.fit_to_calibration_(nn.Linear(16, 16), CalibrationStatistics.identity(16))
+    assert all(torch.equal(value, before[name]) for name, value in hdpl.state_dict().items())
+    with pytest.raises(relinear.contract.NotLinearError, match="context of each token"):
+        relinear.CCL(rank=4, context_dim=4, norm=False).build(16, 16).fit_to_calibration_(
+            nn.Linear(16, 16), CalibrationStatistics.identity(16)
+        )
     with pytest.raises(ValueError, match="steps must be at least 1"):
         relinear.LowRank(rank=2).build(16, 16).fit_to_calibration_(
             nn.Linear(16, 16), CalibrationStatistics.identity(16), steps=0

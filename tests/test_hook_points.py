@@ -357,6 +357,11 @@ def test_gradient_checkpointing_is_noticed_in_a_model_within_another() -> None:
     outer.train()
     with pytest.raises(ValueError, match="gradient checkpointing"), block:
         pass
+    block = activations.intervene(model.eval(), {"q_proj": activations.Patch(0.0)})
+    with block:
+        model.train()
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            model(IDS)
 
 
 class Own(activations.Intervention):
@@ -365,6 +370,35 @@ class Own(activations.Intervention):
 
     def apply(self, activation):
         return self.value
+
+
+class InPlace(activations.Intervention):
+    def apply(self, activation):
+        activation.z[..., 0] = 100.0
+        return activation.z
+
+
+@pytest.mark.parametrize("make", [with_latents, with_ccl, with_modulators])
+def test_an_intervention_may_change_values_in_place(make) -> None:
+    model = make().eval()
+    for name in hook_points(model):
+        with activations.intervene(model, {name: InPlace()}):
+            in_place = run(model)[0]
+        put = activations.Patch(100.0, dims=[0])
+        torch.testing.assert_close(run(model, {name: put})[0], in_place)
+
+
+def test_prompt_tuning_keeps_the_names() -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = with_latents().train()
+    names = list(hook_points(model, outputs=True))
+    adapted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert list(hook_points(adapted, outputs=True)) == names
+    adapted(IDS, labels=IDS)
+    assert {name.partition("/")[0] for name in relinear.contract.auxiliary_losses_of(adapted)} == set(
+        hook_points(adapted)
+    )
 
 
 @pytest.mark.parametrize(

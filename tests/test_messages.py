@@ -100,6 +100,8 @@ def test_none_is_a_word_where_a_setting_takes_words(text, name):
     assert getattr(OperatorConfig.read(text), name) == "none"
     assert OperatorConfig.read("hdpl:free_nats=none").free_nats is None
     assert OperatorConfig.read("hdpl:beta=.5").beta == 0.5  # as in YAML
+    assert OperatorConfig.read("transponder:base=low_rank") == relinear.Transponder(base=relinear.LowRank())
+    assert relinear.Transponder(base="low_rank:rank=4").base.rank == 4
 
 
 @pytest.mark.parametrize(

@@ -371,8 +371,18 @@ def test_a_part_without_a_check_is_attached_once() -> None:
         relinear.attach_(model, ScaledEmbedding())
 
 
-@pytest.mark.parametrize("names", ["up", ("upp",)])
+@pytest.mark.parametrize("names", ["up", ("upp",), ("config",), ("up.weigth",)])
 def test_declared_names_are_checked(names) -> None:
     layer = type("Misdeclared", (LowRankLinear,), {"finite_fan_in": names})(LOW, 8, 8)
-    with pytest.raises(ValueError, match=r"finite_fan_in must name its parameters in a tuple, got 'up"):
+    with pytest.raises(ValueError, match=r"finite_fan_in(: no parameter| must be a tuple)"):
         layer.param_roles()
+
+
+def test_parts_have_names_that_surgery_leaves_alone() -> None:
+    class Misnamed(ScaledEmbedding):
+        def attach(self, model):
+            model.model.embed_tokens.add_module("scale", Scale(4))
+
+    model = llama()
+    with pytest.raises(ValueError, match=r"embed_tokens\.scale must have a name that begins with relinear_"):
+        relinear.attach_(model, relinear.register(type("Misnamed", (Misnamed,), {"kind": "misnamed"}))())

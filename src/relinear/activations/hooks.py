@@ -97,7 +97,10 @@ class ActivationHook:
 
 def apply_hooks(hooks: Sequence[ActivationHook], activation: Activation) -> Tensor:
     """Return the value after all interventions, and show it to all observers."""
-    for intervention in (one for hook in hooks for one in hook.interventions):
+    interventions = [one for hook in hooks for one in hook.interventions]
+    if interventions:  # which may change z in place: the module compares what it passed with what it gets
+        activation = activation._replace(z=activation.z.clone())
+    for intervention in interventions:
         z = intervention.apply(activation)
         shape, dtype = tuple(activation.z.shape), activation.z.dtype
         if not isinstance(z, Tensor) or (tuple(z.shape), z.dtype) != (shape, dtype):
@@ -350,24 +353,33 @@ class HookBlock(AbstractContextManager[T]):
         choose: returns the hooks by name, given all hook points of the model. It is called at once, so that its errors
             are raised at the call, and on every entry, as the model may have changed.
         value: what ``with ... as`` binds.
+        check: called with the model on entry and before its forwards, and raises if they would go wrong.
     """
 
     def __init__(
-        self, model: nn.Module, choose: Callable[[Mapping[str, HookPoint]], Mapping[str, ActivationHook]], value: T
+        self,
+        model: nn.Module,
+        choose: Callable[[Mapping[str, HookPoint]], Mapping[str, ActivationHook]],
+        value: T,
+        check: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        self._model, self._choose, self._value = model, choose, value
+        self._model, self._choose, self._value, self._check = model, choose, value, check
         self._exits: list[contextlib.ExitStack] = []
         choose(hook_points(model, outputs=True))
 
     def __enter__(self) -> T:
         points = hook_points(self._model, outputs=True)
         hooks = self._choose(points)
+        check = self._check
         with contextlib.ExitStack() as stack:
             if any(points[name].kind == OUTPUT for name in hooks):
                 stack.enter_context(_eager_mode)
             for name, hook in hooks.items():
                 stack.callback(points[name].remove_hook, hook)
                 points[name].set_hooks((*points[name].hooks, hook))
+            if check is not None:
+                check(self._model)
+                stack.callback(self._model.register_forward_pre_hook(lambda model, args: check(model)).remove)
             self._exits.append(stack.pop_all())
         return self._value
 

@@ -232,13 +232,14 @@ def intervene(
             block's apply first.
 
     Returns:
-        A ``with`` block, which may be used again: forwards within it are changed. It changes the modules that are in
-        use when it begins: of those that PEFT copies (``modules_to_save``), the copy of the active adapter.
+        A ``with`` block, which may be used again: forwards within it are changed, in all threads. It changes the
+        modules that are in use when it begins: of those that PEFT copies (``modules_to_save``), the copy of the active
+        adapter.
 
     Raises:
-        ValueError: at the call or on entry, for an unknown name (with the nearest names), values of a wrong shape, or a
-            model that is in training mode with gradient checkpointing: a backward after the block would recompute the
-            forward without the interventions. The model is then unchanged.
+        ValueError: at the call or on entry, for an unknown name (with the nearest names) or values of a wrong shape;
+            the model is then unchanged. Also before a forward in training mode with gradient checkpointing: a backward
+            after the block would recompute it without the interventions.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -249,26 +250,22 @@ def intervene(
         False
     """
     check_model(model, "intervene")
-    return HookBlock(model, functools.partial(_checked_hooks, model, interventions), None)
+    _check_not_checkpointing(model)
+    return HookBlock(model, functools.partial(_hooks_by_name, interventions), None, _check_not_checkpointing)
 
 
-def _checked_hooks(
-    model: nn.Module,
-    interventions: Mapping[str, Intervention | Sequence[Intervention]],
-    points: Mapping[str, HookPoint],
-) -> dict[str, ActivationHook]:
+def _check_not_checkpointing(model: nn.Module) -> None:
     if is_checkpointing(model):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
             "call model.eval() or model.gradient_checkpointing_disable()"
         )
-    return {name: ActivationHook(added) for name, added in _by_full_name(points, interventions).items()}
 
 
-def _by_full_name(
-    points: Mapping[str, HookPoint], interventions: Mapping[str, Intervention | Sequence[Intervention]]
-) -> dict[str, list[Intervention]]:
-    """Return the interventions by full names of hook points, after checking them against the points' sizes."""
+def _hooks_by_name(
+    interventions: Mapping[str, Intervention | Sequence[Intervention]], points: Mapping[str, HookPoint]
+) -> dict[str, ActivationHook]:
+    """Return the hooks by full names of hook points, after checking interventions against the points' sizes."""
     if not isinstance(interventions, Mapping):
         raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {quoted(interventions)}")
     chosen: dict[str, list[Intervention]] = {}
@@ -280,4 +277,4 @@ def _by_full_name(
             for name in names:
                 intervention.check(name, points[name].size)
                 chosen.setdefault(name, []).append(intervention)
-    return chosen
+    return {name: ActivationHook(added) for name, added in chosen.items()}

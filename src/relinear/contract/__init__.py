@@ -7,7 +7,7 @@ What authors derive from and call: ``operator``, ``wrapper``, ``attachment``, ``
 What all rooms use: ``input_checks``, ``module_state``, ``module_tree``, ``numerics``, ``parameters``, ``plugins``.
 """
 
-from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.attachment import AttachmentConfig, add_part, factory_kwargs_like
 from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Count, IntRange, NonNegative, check_divides, check_fits, register
@@ -29,8 +29,10 @@ __all__ = [
     "ParamRole",
     "Wrapper",
     "WrapperConfig",
+    "add_part",
     "auxiliary_losses_of",
     "check_divides",
     "check_fits",
+    "factory_kwargs_like",
     "register",
 ]

@@ -6,7 +6,6 @@
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.module_tree import stock_name
 from relinear.contract.operator import named_operators
 
 
@@ -31,11 +30,11 @@ def auxiliary_losses_of(model: nn.Module) -> dict[str, Tensor]:
     """
     check_model(model, "auxiliary_losses_of")
     # a copy that PEFT keeps but does not use has the same name, and no losses
-    named = [(stock_name(name), operator.auxiliary_losses()) for name, operator in named_operators(model)]
+    named = [(operator.name_in_model or name, operator.auxiliary_losses()) for name, operator in named_operators(model)]
     return {f"{name}/{key}": value for name, losses in named for key, value in losses.items()}
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
     """Return the operators' metrics of the last training forward, as ``{"layer.name/metric": detached scalar}``."""
-    named = [(stock_name(name), operator.metrics()) for name, operator in named_operators(model)]
+    named = [(operator.name_in_model or name, operator.metrics()) for name, operator in named_operators(model)]
     return {f"{name}/{key}": value for name, metrics in named for key, value in metrics.items()}

@@ -81,6 +81,7 @@ class AuxiliaryLossMixin(nn.Module):
         """
         if mask is None:
             return value.mean()
+        mask = mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)).expand_as(value)
         return torch.where(mask, value, 0.0).sum() / mask.sum().clamp(min=1)
 
     def _as_scalars(self, values: dict[str, Tensor], mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -93,14 +94,15 @@ class AuxiliaryLossMixin(nn.Module):
     def record_auxiliary(self, losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Record losses and (detached) metrics of this training forward, one value per token or scalars.
 
-        If one forward of the model calls this several times, the last call counts. Nothing is recorded in eval, nor
+        If one forward of the model records a name several times, the last time counts. Nothing is recorded in eval, nor
         when gradient checkpointing recomputes a layer in the backward pass: that forward is reduced already.
         """
         # the model's forward clears both first, so if there are any, this runs within its backward pass
         if self.training and not ((self._auxiliary_losses or self._metrics) and is_recomputing()):
             # nn.Module.__setattr__ would look for parameters
-            object.__setattr__(self, "_auxiliary_losses", losses)
-            object.__setattr__(self, "_metrics", dict(zip(metrics, map(Tensor.detach, metrics.values()))))
+            detached = zip(metrics, map(Tensor.detach, metrics.values()))
+            object.__setattr__(self, "_auxiliary_losses", self._auxiliary_losses | losses)
+            object.__setattr__(self, "_metrics", self._metrics | dict(detached))
 
     def reduce_auxiliary(self, mask: Tensor | None) -> None:
         """Reduce what the last forward recorded per token to means over the tokens in ``mask``.

@@ -1,17 +1,9 @@
-"""Walk a model's modules, and name them as in a stock model."""
+"""Walk a model's modules."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-
-#: PEFT's name for the layer inside an adapter
-BASE_LAYER = "base_layer"
-#: what PEFT, FSDP and ``torch.compile`` add to names
-_ADDED = re.compile(
-    rf"^base_model\.(model\.)?(?=.)|\b({BASE_LAYER}|_orig_mod|\w*_wrapped_module|original_module|modules_to_save\.\w+)(\.|$)"
-)
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
@@ -29,8 +21,3 @@ def outermost(model: nn.Module, is_wanted: Callable[[Any], bool]) -> Iterator[tu
             yield from walk(child, f"{name}.{key}" if name else key)
 
     yield from walk(model, "")
-
-
-def stock_name(name: str) -> str:
-    """Return ``q_proj`` for ``q_proj.base_layer``: a name without what PEFT, FSDP and ``torch.compile`` add."""
-    return _ADDED.sub("", name).removesuffix(".")

@@ -202,7 +202,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     replaced: ReplacedLayer = ReplacedLayer()
     #: added to the number of parameters to count weights; for quantized layers: integer codes minus scales
     weights_beyond_parameters: int = 0
-    #: name of the operator in its model, for messages; empty outside of a model
+    #: name of the operator in its model, without what PEFT adds; empty outside of a model
     name_in_model: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -273,7 +273,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         Raises:
             NotLinearError: by default, and if the operator is not a linear map of its input.
         """
-        raise NotLinearError(f"{self.config.kind} has no dense matrix (to_dense) and cannot be folded")
+        raise NotLinearError(f"{self.config.kind} has no dense matrix (to_dense)")
 
     def dense_chain(self) -> tuple[Tensor, ...]:
         """Return the weights of equivalent linear layers, in the order in which they are applied.
@@ -351,6 +351,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
         ``fit_to_calibration_``, which fits a layer, calls this.
         """
+        if self.config.conditioned:
+            raise NotLinearError(f"{self.config.kind} depends on the context of each token: use relinear.distill_")
+        self.to_dense()  # raises before anything has changed
         if self.config.fits_weight:
             self.fit_to_linear_(linear_of(weight))
         fit_by_lbfgs_(self, weight, statistics, steps)

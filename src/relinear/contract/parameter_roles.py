@@ -111,13 +111,19 @@ class DeclaredFans:
 
 
 def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
-    """Return the parameters that ``module`` and its submodules name in ``attribute``."""
+    """Return the parameters that ``module`` and its submodules name in ``attribute``.
+
+    Raises ValueError if a name is neither a parameter's nor a submodule's.
+    """
     result: set[Tensor] = set()
     for part in module.modules():
-        if keys := declared(part, attribute):
-            if isinstance(keys, str) or (unknown := [key for key in keys if not hasattr(part, key.partition(".")[0])]):
-                wrong = quoted(keys if isinstance(keys, str) else unknown[0])
-                raise ValueError(f"{type(part).__name__}.{attribute} must name its parameters in a tuple, got {wrong}")
-            named = part.named_parameters()
-            result.update(p for name, p in named if any(name == key or name.startswith(f"{key}.") for key in keys))
+        keys = declared(part, attribute)
+        if isinstance(keys, str):
+            raise ValueError(f"{type(part).__name__}.{attribute} must be a tuple of names, got {quoted(keys)}")
+        for key in keys:
+            named = [p for name, p in part.named_parameters() if name == key or name.startswith(f"{key}.")]
+            is_off = key in part._modules or getattr(part, key, part) is None  # with these settings it has no parameter
+            if not named and not is_off:
+                raise ValueError(f"{type(part).__name__}.{attribute}: no parameter or submodule is named {quoted(key)}")
+            result.update(named)
     return result

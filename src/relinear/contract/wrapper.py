@@ -21,10 +21,16 @@ class WrapperConfig(OperatorConfig):
     """Settings of an operator that wraps another layer.
 
     Attributes:
-        base: settings of the wrapped operator; None wraps the replaced layer or, outside of a model, a new nn.Linear.
+        base: settings of the wrapped operator, which may be text; None wraps the replaced layer or, outside of a model,
+            a new nn.Linear.
     """
 
     base: InstanceOf[OperatorConfig] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.base, str):
+            object.__setattr__(self, "base", OperatorConfig.read(self.base))
+        super().__post_init__()
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.attachment import PART_PREFIX, AttachmentConfig
 from relinear.hf.initialization import PART_MARK, mark_initialized_, package_of
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 
@@ -24,14 +24,18 @@ def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
     if not checks_itself and any(type(other) is type(config) for other in attachments(hf_model)):
         raise ValueError(f"{type(hf_model).__name__} has a {config.kind} already")
     old_parameters = {id(parameter) for parameter in hf_model.parameters()}
-    old_names = {name for name, _ in hf_model.named_modules()}
+    old = dict(hf_model.named_modules())
     config.attach(hf_model)
+    added = [n for n, _ in hf_model.named_modules() if n not in old and n.rpartition(".")[0] in old]
+    for name in added:
+        owner, _, part_name = name.rpartition(".")
+        if hf_model.get_submodule(owner) is old[owner] and not part_name.startswith(PART_PREFIX):
+            raise ValueError(f"{config.kind}: the submodule {name} must have a name that begins with {PART_PREFIX}")
     owners = (vars(hf_model), vars(getattr(hf_model, "base_model", hf_model)))
     configs: list[AttachmentConfig] = next((owner[_ATTRIBUTE] for owner in owners if _ATTRIBUTE in owner), [])
     configs.append(config)
     for owner in owners:
         owner[_ATTRIBUTE] = configs
-    added = [n for n, _ in hf_model.named_modules() if n not in old_names and n.rpartition(".")[0] in old_names]
     for name in added:
         part = hf_model.get_submodule(name)
         for module in part.modules():

@@ -77,7 +77,7 @@ def finish_surgery_(model: nn.Module) -> None:
     install_auxiliary_hooks(model)
     for name, module in model.named_modules():
         if isinstance(module, Operator):
-            module.name_in_model = name
+            module.name_in_model = stock_name(name)
     if getattr(model, "config", None) is None:
         return
     values = make_record(model)

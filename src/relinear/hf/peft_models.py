@@ -1,11 +1,11 @@
 """Handle PEFT models: find the wrapped model, adapters and stock names, and warn about adapter checkpoints."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from relinear.contract.module_tree import BASE_LAYER, stock_name
 from relinear.settings.messages import warn_user
 
 
@@ -31,6 +31,17 @@ def is_added_by_peft(module: Any, child: str) -> bool:
     return copies or (child != BASE_LAYER and is_adapted(module))
 
 
+#: PEFT's name for the layer inside an adapter
+BASE_LAYER = "base_layer"
+#: what PEFT, FSDP and ``torch.compile`` add to names
+_ADDED = re.compile(rf"\b({BASE_LAYER}|_orig_mod|\w*_wrapped_module|original_module|modules_to_save\.\w+)(\.|$)")
+
+
+def stock_name(name: str) -> str:
+    """Return ``q_proj`` for ``q_proj.base_layer``: a name without what PEFT's layers, FSDP or compilation add."""
+    return _ADDED.sub("", name).removesuffix(".")
+
+
 def stock_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of ``model``, each once, by their stock names; without the parts that PEFT's adapters add.
 
@@ -44,6 +55,8 @@ def stock_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             active = "" if module.disable_adapters else next(iter(module.active_adapters), "")
             copies = dict(module.modules_to_save.items())
             module = copies.get(active, module.original_module)
+        if (inner := unwrapped(module)) is not module:
+            yield from walk(inner, name)
         if module not in seen:
             seen.add(module)
             yield stock_name(name), module

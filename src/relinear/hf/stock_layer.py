@@ -32,9 +32,10 @@ def to_stock_layer(operator: Operator) -> nn.Module:
         linear = Conv1D(operator.out_features, operator.in_features).to(**kw)
         weight = weight.T
     elif operator.num_embeddings is not None:
-        _, size, scale, embedding_class, padding = operator.replaced
-        extra = {"embed_scale": scale} if scale != 1 else {}
-        linear = embedding_class(size, operator.in_features, padding_idx=padding, **extra).to(**kw)
+        table = operator.replaced
+        extra = {"embed_scale": table.row_scale} if table.row_scale != 1 else {}
+        sizes = table.num_embeddings, operator.in_features
+        linear = table.embedding_class(*sizes, padding_idx=table.padding_idx, **extra).to(**kw)
     else:
         linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
     linear.weight.copy_(weight)
