@@ -288,7 +288,7 @@ def test_a_weight_that_is_none(value):
         "low_rank:rank=" + "9" * 10_000,
         "low_rank:rank=" + "(" * 10_000,
         "low_rank:rank=" + "(" * 10_000 + ")" * 10_000,
-        "transponder:base=low_rank",
+        "transponder:base=low_rnk",
         "low_rank:kind=hdpl",
         "low_rank:family=attachment",
     ],
@@ -327,7 +327,7 @@ def test_long_names_among_the_known_ones_are_cut():
 def test_a_base_that_is_a_long_text():
     refused(
         lambda: OperatorConfig.from_dict({"kind": "transponder", "base": LONG}),
-        "base must be an instance of OperatorConfig",
+        "unknown operator kind",
     )
 
 

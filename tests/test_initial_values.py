@@ -163,7 +163,7 @@ class ShiftOfAnotherPackage(relinear.contract.AttachmentConfig):
     kind = "shift_of_another_package"
 
     def attach(self, model):
-        model.model.add_module("shift", Shift(8))
+        model.model.add_module("relinear_shift", Shift(8))
 
 
 def test_parts_of_other_packages_are_initialised_with_the_model() -> None:
@@ -173,7 +173,7 @@ def test_parts_of_other_packages_are_initialised_with_the_model() -> None:
         return model
 
     model = initialized_on_meta(make)
-    assert (model.model.shift.shift == 0.5).all()
+    assert (model.model.relinear_shift.shift == 0.5).all()
 
 
 def test_a_state_without_the_operators_gives_fresh_ones() -> None:
