@@ -9,7 +9,7 @@ from relinear import functional
 from relinear.bench.run import DEFAULT_OPERATORS
 from relinear.functional.block_diagonal import block_diagonal_of
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels import block_hadamard, ccl, implementations, native
+from relinear.kernels import block_hadamard, ccl, implementations, native, products
 from relinear.kernels.autograd import row_portions
 from relinear.kernels.block_diagonal import block_gradient, block_product
 
@@ -30,9 +30,34 @@ def test_large_portions_are_of_whole_multiples_of_rows():
     assert torch.cat([torch.arange(4096)[rows] for rows in portions]).tolist() == list(range(4096))
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
+def test_products_by_onednn_are_torchs_of_any_strides(monkeypatch):
+    monkeypatch.setattr(products, "has_narrow_products", lambda: True)
+    x, weight, bias = torch.randn(70, 48), torch.randn(40, 24), torch.randn(40)
+    for left, right in (
+        (x[:, ::2], weight),
+        (x[:, 24:], torch.randn(24, 40).T),
+        (x[:, :24], torch.randn(40, 48)[:, ::2]),
+    ):
+        exact = left.double() @ right.double().T
+        torch.testing.assert_close(products.matrix_product(left, right), exact.float(), rtol=1e-4, atol=1e-4)
+        biased = products.matrix_product(left, right, bias)
+        torch.testing.assert_close(biased, (exact + bias).float(), rtol=1e-4, atol=1e-4)
+    y = torch.randn(70, 40)[:, 5:25]
+    expected = (x.double().T @ y.double()).float()
+    torch.testing.assert_close(products.transposed_product(x, y), expected, rtol=1e-4, atol=1e-4)
+    blocks, total = torch.randn(4, 10, 12), torch.randn(70, 40)
+    exact = x.double() @ torch.block_diag(*blocks.double()).T
+    torch.testing.assert_close(block_product(x, blocks), exact.float(), rtol=1e-4, atol=1e-4)
+    expected = (total + exact).float()
+    torch.testing.assert_close(block_product(x, blocks, total), expected, rtol=1e-4, atol=1e-4)
+    assert products.matrix_product(x.bfloat16(), torch.randn(8, 48).bfloat16()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_block_products_copy_nothing(dtype):
+def test_block_products_copy_nothing(dtype, monkeypatch):
     """An einsum and its gradient copy inputs and results in bfloat16."""
+    monkeypatch.setattr(products, "has_narrow_products", lambda: False)
     x, grad, total = (torch.randn(128, width, dtype=dtype) for width in (64, 96, 96))
     blocks, given = torch.randn(4, 24, 16, dtype=dtype), total.clone()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

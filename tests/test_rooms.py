@@ -151,6 +151,7 @@ def test_kernels_show_twins_and_the_choice_between_their_forms() -> None:
         "kernel_selfcheck",
         "autograd",
         "dense",
+        "products",
     }
     assert stems <= {path.stem for path in (SOURCE / "functional").glob("*.py")}
     folders = {path.parent.name for path in (SOURCE / "kernels").glob("*/__init__.py")}

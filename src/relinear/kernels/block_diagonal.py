@@ -6,10 +6,13 @@ often take longer than the products.
 
 # Legend: N tokens, I in, O out, K blocks
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from relinear.kernels.implementations import Call
+from relinear.kernels.products import matrix_product, uses_onednn
 
 #: elements of x from which avoiding copies saves more than the calls per block cost
 MIN_SLICED = 1 << 17
@@ -30,8 +33,13 @@ def block_product(x: Tensor, blocks: Tensor, total: Tensor | None = None) -> Ten
     """
     count, rows, _ = blocks.shape
     y = x.new_empty(len(x), count * rows) if total is None else total
+    add: Callable[[Tensor, Tensor], object] = Tensor.copy_ if total is None else Tensor.add_
+    in_place = not uses_onednn(x)  # whose products have no result to add to
     for block, inputs, results in zip(blocks, x.chunk(count, 1), y.chunk(count, 1), strict=True):
-        results.addmm_(inputs, block.T, beta=0 if total is None else 1)
+        if in_place:
+            results.addmm_(inputs, block.T, beta=0 if total is None else 1)
+        else:
+            add(results, matrix_product(inputs, block))
     return y
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
@@ -16,6 +16,7 @@ from relinear.kernels import native, triton
 from relinear.kernels.autograd import autocasted, differentiable_as, save, without_autocast
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, log_choice, shape_of
+from relinear.kernels.products import matrix_product, transposed_product
 
 
 def _outputs(call: Call) -> int:
@@ -80,13 +81,13 @@ def prepare_few_rows(x: Tensor, *parameters: Any) -> Callable[[Tensor], Tensor] 
 def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:
     """Compute ``functional.hdpl.hdpl_results`` for a matrix x (N, I), without a graph."""
     if noise is None:
-        mu = linear(x, mu_weight, mu_bias)
-        return block_product(x, blocks, linear(silu(mu), decoder, bias)), mu
+        mu = matrix_product(x, mu_weight, mu_bias)
+        return block_product(x, blocks, matrix_product(silu(mu), decoder, bias)), mu
     # One product for both: x is read once, and the output is twice as wide.
     weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
-    mu, logvar = linear(x, weight, offset).chunk(2, dim=1)
+    mu, logvar = matrix_product(x, weight, offset).chunk(2, dim=1)
     z = reference.hdpl_sample(mu, logvar, noise)
-    return block_product(x, blocks, linear(silu(z), decoder, bias)), z, mu, logvar
+    return block_product(x, blocks, matrix_product(silu(z), decoder, bias)), z, mu, logvar
 
 
 class _HDPL(torch.autograd.Function):
@@ -107,7 +108,7 @@ class _HDPL(torch.autograd.Function):
         x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise, *posterior = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape[0], decoder.shape[0]) if grad_y is None else grad_y
         z = posterior[0] if noise is None else reference.hdpl_sample(posterior[0], posterior[1], noise)
-        to_z = torch.ops.aten.silu_backward(grad_y @ decoder, z)
+        to_z = torch.ops.aten.silu_backward(matrix_product(grad_y, decoder.T), z)
         if grad_z is not None:
             to_z += grad_z
         weight, gradient, to_noise = mu_weight, to_z, None
@@ -118,11 +119,11 @@ class _HDPL(torch.autograd.Function):
         for part, grad in zip(gradient.chunk(len(posterior), 1), grads_of_posterior):
             if grad is not None:
                 part += grad
-        to_x = block_product(grad_y, blocks.mT, gradient @ weight) if ctx.needs_input_grad[0] else None
-        of_weights, of_biases = gradient.T @ x, gradient.sum(0)
+        to_x = block_product(grad_y, blocks.mT, matrix_product(gradient, weight.T)) if ctx.needs_input_grad[0] else None
+        of_weights, of_biases = transposed_product(gradient, x), gradient.sum(0)
         of_encoders = [
             part for pair in zip(of_weights.chunk(len(posterior)), of_biases.chunk(len(posterior))) for part in pair
         ]
-        to_blocks, to_decoder = block_gradient(grad_y, x, blocks), grad_y.T @ silu(z)
+        to_blocks, to_decoder = block_gradient(grad_y, x, blocks), transposed_product(grad_y, silu(z))
         grads = to_x, to_blocks, *of_encoders, *[None] * (4 - len(of_encoders)), to_decoder, grad_y.sum(0), to_noise
         return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

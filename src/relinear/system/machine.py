@@ -64,6 +64,16 @@ def cpu_features() -> frozenset[str]:
 
 
 @functools.cache
+def has_narrow_products() -> bool:
+    """Return whether torch's float32 products use half of the vectors: MKL's, on an AMD processor with AVX-512.
+
+    MKL takes AVX2 on processors that are not Intel's; oneDNN takes what there is.
+    """
+    is_wide_amd = _cpu_facts().get("vendor_id") == "AuthenticAMD" and "avx512f" in cpu_features()
+    return is_wide_amd and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@functools.cache
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     """Return whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU)."""
     device_type = torch.device(device).type
