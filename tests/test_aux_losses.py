@@ -537,3 +537,23 @@ def test_a_subclass_adds_to_its_parents_losses_and_a_token_may_have_several_valu
     assert set(losses) == {"energy", "several"}
     counted = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
     torch.testing.assert_close(losses["several"], outputs[0].square()[counted].mean())
+
+
+def test_losses_of_two_models_in_one_have_full_names(model):
+    both = torch.nn.ModuleDict({"a": model, "b": copy.deepcopy(model)})
+    for part in both.values():
+        part(BATCH, labels=BATCH)
+    assert len(contract.auxiliary_losses_of(both)) == 4
+    assert len(operator_metrics(both)) == 4
+
+
+def test_settings_of_a_base_that_is_no_dataclass_are_refused():
+    class Base(OperatorConfig):
+        rank: int = 4
+
+    class Leaf(Base):
+        kind = "leaf_of_a_plain_base"
+        module_class = LowRankLinear
+
+    with pytest.raises(ValueError, match=r"Base\.rank is no setting of Leaf; make Base a dataclass"):
+        register(Leaf)

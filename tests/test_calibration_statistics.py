@@ -130,6 +130,28 @@ def test_a_wrappers_bias_is_the_layers() -> None:
     torch.testing.assert_close(fitted.to_dense(), alone.to_dense(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(12, 16), (16, 12)])
+def test_a_diagonal_gradient_moment_is_that_of_its_matrix(sizes) -> None:
+    source, diagonal = linear(*sizes, torch.float32), torch.rand(sizes[1]) + 0.1
+    for config in (relinear.LowRank(rank=4), relinear.PivotedLowRank(rank=4), relinear.Monarch(blocks=4)):
+        fits = []
+        for gradients in (diagonal, diagonal.diag()):
+            torch.manual_seed(0)
+            statistics = CalibrationStatistics(torch.eye(sizes[0]), gradients)
+            fits.append(config.build(*sizes).fit_to_calibration_(source, statistics).to_dense())
+        torch.testing.assert_close(*fits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_wrapper_checks_before_it_changes() -> None:
+    wrapper = relinear.Transponder(base=relinear.LowRank(rank=4)).build(16, 16)
+    before = copy.deepcopy(wrapper.state_dict())
+    wrong = (None, 1), (CalibrationStatistics.identity(16), 0), (CalibrationStatistics.identity(8), 5)
+    for statistics, steps in wrong:
+        with pytest.raises(ValueError):
+            wrapper.fit_to_calibration_(nn.Linear(16, 16), statistics, steps=steps)
+    assert all(torch.equal(value, before[name]) for name, value in wrapper.state_dict().items())
+
+
 def test_refusals() -> None:
     for dtype in (torch.float16, torch.int64):
         with pytest.raises(ValueError, match="float32 or float64"):

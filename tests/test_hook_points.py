@@ -372,6 +372,26 @@ class Own(activations.Intervention):
         return self.value
 
 
+def test_copies_and_pickles_made_in_a_block_are_plain_models(tmp_path) -> None:
+    model = with_latents().train()
+    with activations.intervene(model, {"q_proj": activations.Add(torch.ones(6))}):
+        copied = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+    for other in (copied, torch.load(tmp_path / "model.pt", weights_only=False)):
+        other.gradient_checkpointing_enable({"use_reentrant": False})
+        other(IDS)
+
+
+def test_an_intervention_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    model = with_latents().eval()
+    layer = torch.compile(model.model.layers[0].self_attn.q_proj, backend="eager", fullgraph=True)
+    x = torch.randn(1, 3, 32)
+    for value in (torch.zeros(6), [0.0] * 6):
+        with activations.intervene(model, {"layers.0.self_attn.q_proj": activations.Patch(value)}):
+            torch.testing.assert_close(layer(x), model.model.layers[0].self_attn.q_proj(x))
+
+
 class InPlace(activations.Intervention):
     def apply(self, activation):
         activation.z[..., 0] = 100.0

@@ -71,6 +71,17 @@ def test_missing_latents_are_named(model) -> None:
         pass
 
 
+def test_alignment_of_a_latent_that_does_not_vary_has_finite_gradients() -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4, blocks=4, noise=False)})
+    with activations.latents(model) as one:
+        model(IDS[:1, :1])
+    activations.moment_alignment(
+        one, {name: type(value)(*(part + 1 for part in value)) for name, value in one.items()}
+    ).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 def test_training_loss_is_the_same_while_reading(model) -> None:
     model.train()
     losses = []

@@ -47,7 +47,7 @@ class Activation(NamedTuple):
 
     Attributes:
         z: the value (..., R); named as in variational models, also for gates and outputs.
-        mu: mean (..., R) of the distribution that z is drawn from; z if there is none.
+        mu: mean (..., R) of the distribution that z is drawn from; z if there is none. Interventions change z alone.
         logvar: its log variance (..., R); -inf if there is none.
     """
 
@@ -345,6 +345,20 @@ class _EagerMode:
 _eager_mode = _EagerMode()
 
 
+class _ForwardCheck:
+    """Forward pre-hook that calls ``check`` with the model; in a copy of the model it does nothing."""
+
+    def __init__(self, check: Callable[[nn.Module], None] | None) -> None:
+        self.check = check
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        if self.check is not None:
+            self.check(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"check": None}
+
+
 class HookBlock(AbstractContextManager[T]):
     """Set hooks on a model's hook points within ``with`` blocks, which may nest, repeat and end in any order.
 
@@ -379,7 +393,7 @@ class HookBlock(AbstractContextManager[T]):
                 points[name].set_hooks((*points[name].hooks, hook))
             if check is not None:
                 check(self._model)
-                stack.callback(self._model.register_forward_pre_hook(lambda model, args: check(model)).remove)
+                stack.callback(self._model.register_forward_pre_hook(_ForwardCheck(check)).remove)
             self._exits.append(stack.pop_all())
         return self._value
 

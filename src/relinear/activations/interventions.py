@@ -192,17 +192,17 @@ def _indices(dims: Any) -> list[int]:
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
         if len(dims) and not any(torch.as_tensor(d).dtype == torch.bool for d in dims):
             return [operator.index(d) for d in dims]
-    raise ValueError(f"dims={quoted(dims)} must be indices of dimensions; for a mask, pass mask.nonzero()")
+    raise ValueError(f"dims={quoted(dims)} must be indices of dimensions; such as [3]; for a mask, pass mask.nonzero()")
 
 
 def _as_tensor(value: Any, **options: Any) -> Tensor:
-    message = f"an intervention's value must be a real number, a sequence of them or a tensor, got {quoted(value)}"
     try:
         tensor = torch.as_tensor(value, **options)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(message) from error
-    if tensor.is_complex():
-        raise ValueError(message)
+    except (RuntimeError, TypeError, ValueError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        expected = "a real number, a sequence of them or a tensor"
+        raise ValueError(f"an intervention's value must be {expected}, got {quoted(value)}")
     return tensor
 
 

@@ -44,10 +44,10 @@ class Latents(dict[str, Activation]):
 def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """Read latents of the last forward within the block.
 
-    Records z, mu and sigma of every operator with a latent, with their graph; they stay available after the block. In
-    eval the block makes operators compute the variance encoder, which they otherwise skip. With non-reentrant gradient
-    checkpointing the latents are the forward's, never its recomputation's. With ``torch.compile`` entering and leaving
-    the block recompiles, which torch does a few times only.
+    Records z, mu and sigma of every operator with a latent, with their graph; they stay available until the block is
+    used again. In eval the block makes operators compute the variance encoder, which they otherwise skip. With
+    non-reentrant gradient checkpointing the latents are the forward's, never its recomputation's. With
+    ``torch.compile`` entering and leaving the block recompiles, which torch does a few times only.
 
     Args:
         model: a model with operators that have a latent (``HDPL``).
@@ -93,7 +93,9 @@ def aggregated_posterior(latent: Activation) -> LatentDistribution:
     """Return mean and standard deviation of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
     mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
     variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
-    return LatentDistribution(mu.mean(0), variance.sqrt())
+    # the gradient of a root at 0 is infinite
+    std = torch.where(variance > 0, variance, 1.0).sqrt() * (variance > 0)
+    return LatentDistribution(mu.mean(0), std)
 
 
 LatentsByName = Mapping[str, Activation] | Mapping[str, LatentDistribution]

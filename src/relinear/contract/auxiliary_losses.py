@@ -3,10 +3,12 @@
 ``hf.training_loss`` adds the losses to the loss that the model returns.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.operator import named_operators
+from relinear.contract.operator import Operator, named_operators
 
 
 def auxiliary_losses_of(model: nn.Module) -> dict[str, Tensor]:
@@ -29,12 +31,19 @@ def auxiliary_losses_of(model: nn.Module) -> dict[str, Tensor]:
         ['model.layers.0.self_attn.q_proj/latent']
     """
     check_model(model, "auxiliary_losses_of")
-    # a copy that PEFT keeps but does not use has the same name, and no losses
-    named = [(operator.name_in_model or name, operator.auxiliary_losses()) for name, operator in named_operators(model)]
-    return {f"{name}/{key}": value for name, losses in named for key, value in losses.items()}
+    return _by_name(model, Operator.auxiliary_losses)
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
     """Return the operators' metrics of the last training forward, as ``{"layer.name/metric": detached scalar}``."""
-    named = [(operator.name_in_model or name, operator.metrics()) for name, operator in named_operators(model)]
-    return {f"{name}/{key}": value for name, metrics in named for key, value in metrics.items()}
+    return _by_name(model, Operator.metrics)
+
+
+def _by_name(model: nn.Module, read: Callable[[Operator], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return what ``read`` returns of every operator; where operators of two models have one name, by full names."""
+    values: dict[str, Tensor] = {}
+    for name, operator in named_operators(model):
+        for key, value in read(operator).items():
+            short = f"{operator.name_in_model or name}/{key}"
+            values[f"{name}/{key}" if short in values else short] = value
+    return values

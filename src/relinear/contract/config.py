@@ -101,6 +101,9 @@ def _annotations(cls: type[Config], local_names: Mapping[str, Any]) -> dict[str,
         names = {**local_names, cls.__name__: cls} if base.__module__ == cls.__module__ else None
         for name, annotation in vars(base).get("__annotations__", {}).items():
             if name not in settings:
+                if get_origin(annotation) is not ClassVar and not str(annotation).startswith(("ClassVar", "typing.C")):
+                    what = f"{base.__name__}.{name} is no setting of {cls.__name__}"
+                    raise ValueError(f"register: {what}; make {base.__name__} a dataclass (frozen=True, kw_only=True)")
                 continue
             if any(callable(vars(other).get(name)) for other in base.__mro__[1:]):
                 raise ValueError(f"register: the setting {cls.__name__}.{name} hides a method; choose another name")

@@ -80,7 +80,8 @@ class OperatorConfig(Config):
 
     @classmethod
     def check_class(cls) -> None:
-        if not isinstance(getattr(cls, "module_class", None), type):
+        module_class = getattr(cls, "module_class", None)
+        if not (isinstance(module_class, type) and issubclass(module_class, Operator)):
             raise ValueError(f"register: {cls.__name__} needs a class variable module_class, its Operator")
 
     @property
@@ -337,14 +338,18 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             ValueError: if sizes differ, or ``steps`` is not a positive integer.
             NotLinearError: if this operator has no dense matrix.
         """
-        if not isinstance(statistics, CalibrationStatistics):
-            raise ValueError(f"statistics must be CalibrationStatistics, got {quoted(statistics)}")
-        check_value("steps", steps, Count)
+        self.check_calibration(statistics, steps)
         weight = self.source_weight(linear)
-        statistics.check(self.in_features, self.out_features)
         self.fit_to_statistics_(weight, statistics, steps)
         self.copy_bias_(linear)
         return self
+
+    def check_calibration(self, statistics: CalibrationStatistics, steps: int) -> None:
+        """Raise ValueError unless these are statistics of this layer's sizes and a positive number of steps."""
+        if not isinstance(statistics, CalibrationStatistics):
+            raise ValueError(f"statistics must be CalibrationStatistics, got {quoted(statistics)}")
+        check_value("steps", steps, Count)
+        statistics.check(self.in_features, self.out_features)
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
         """Fit this to a weight alone, without a bias, in at most ``steps`` iterations.

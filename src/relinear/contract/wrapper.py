@@ -159,10 +159,11 @@ class Wrapper(Operator):
     @torch.no_grad()
     def fit_to_calibration_(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
         """Fit the wrapped layer to ``linear`` on the calibration data and make the wrapper neutral."""
+        self.check_calibration(statistics, steps)
         if not self.config.fits_weight or not isinstance(self.base, Operator):
             return self.fit_to_linear_(linear)
-        self.neutralize()
         self.base.fit_to_calibration_(linear, statistics, steps=steps)
+        self.neutralize()
         return self
 
     def base_dense(self) -> tuple[Tensor, Tensor | None]:

@@ -92,13 +92,14 @@ def weighted_spectrum(
     Args:
         weight: W (O, I).
         inputs: A (I, I), second moments of the inputs.
-        outputs: G (O, O), second moments of the output gradients; None for the identity.
+        outputs: G (O, O), second moments of the output gradients, or its diagonal (O,); None for the identity.
         ridge: added to the moment whose root is taken, as a share of its mean diagonal. Directions that do not occur in
             the data get this small weight, and singular moments can be inverted.
     """
     weight = weight.detach().double()
     a = inputs.to(weight)
     g = None if outputs is None else outputs.to(weight)
+    g = g.diag() if g is not None and g.ndim == 1 else g
     on_inputs = weight.shape[1] <= weight.shape[0]
     if on_inputs:
         inner = weight.T @ (weight if g is None else g @ weight)

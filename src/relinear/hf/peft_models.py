@@ -59,10 +59,14 @@ def stock_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from walk(inner, name)
         if module not in seen:
             seen.add(module)
-            yield stock_name(name), module
+            yield name, module
             for key, child in module.named_children():
-                if key == BASE_LAYER or not is_adapted(module):
-                    yield from walk(child, f"{name}.{key}" if name else key)
+                is_wrapped = key == "_orig_mod" or key.endswith("_wrapped_module")
+                if is_adapted(module):
+                    if key == BASE_LAYER:
+                        yield from walk(child, name)
+                else:
+                    yield from walk(child, name if is_wrapped else f"{name}.{key}" if name else key)
 
     return walk(model, "")
 

@@ -303,7 +303,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
         attachment: the part's settings, or text as on the command line: ``"context_manager:dim=64"``.
 
     Raises:
-        ValueError: if ``model`` does not support the part; the model is then unchanged.
+        ValueError: if ``model`` does not support the part, as its ``check`` says; the model is then unchanged.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
