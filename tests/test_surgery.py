@@ -386,3 +386,26 @@ def test_parts_have_names_that_surgery_leaves_alone() -> None:
     model = llama()
     with pytest.raises(ValueError, match=r"embed_tokens\.scale must have a name that begins with relinear_"):
         relinear.attach_(model, relinear.register(type("Misnamed", (Misnamed,), {"kind": "misnamed"}))())
+
+
+def test_a_wrapper_that_does_not_say_its_bias_is_not_folded() -> None:
+    class TwiceLinear(relinear.contract.Wrapper):
+        def forward(self, x):
+            return 2 * self.base(x)
+
+        def to_dense(self):
+            return 2 * self.base_dense()[0]
+
+        def flops_per_token(self):
+            return self.base_flops_per_token()
+
+    @relinear.register
+    class Twice(relinear.contract.WrapperConfig):
+        kind = "twice"
+        module_class = TwiceLinear
+
+    for bias in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4, bias=bias))
+        relinear.replace_(model, {"0": Twice()})
+        report = relinear.fold_(model, verbose=False)
+        assert report.folded == (() if bias else ("0",))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import check_value
 from relinear.contract.linear_layers import dense_bias, dense_weight, linear_features, reference_tensor, replaced_layer
-from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
+from relinear.contract.operator import Init, NotLinearError, Operator, OperatorConfig, named_operators
 from relinear.contract.parameter_roles import ParamRole
 
 
@@ -165,6 +165,12 @@ class Wrapper(Operator):
         self.base.fit_to_calibration_(linear, statistics, steps=steps)
         self.neutralize()
         return self
+
+    def dense_bias(self) -> Tensor | None:
+        """Return the bias that belongs to ``to_dense``; a wrapper with a ``to_dense`` overrides this, too."""
+        if self.bias is None:
+            return None
+        raise NotLinearError(f"{self.config.kind} does not say what its bias is (dense_bias)")
 
     def base_dense(self) -> tuple[Tensor, Tensor | None]:
         """Return the matrix (O, I) and bias (O,) of the wrapped layer."""
