@@ -162,3 +162,13 @@ def test_a_model_with_an_objective_is_found_under_its_name_of_before(module: str
     with pytest.warns(DeprecationWarning, match="GuidedTraining has a new name: .*ModelWithObjective"):
         assert import_module(module).GuidedTraining is ModelWithObjective
     assert not hasattr(import_module(module), "Nothing")
+
+
+def test_keywords_of_0_2_work_and_warn() -> None:
+    model = make_tiny_llama()
+    with pytest.warns(DeprecationWarning, match=r"attach_\(method=\) has a new name"):
+        relinear.attach_(model, method="rezero")
+    with pytest.warns(DeprecationWarning, match=r"intervene\(edits=\) has a new name"):
+        block = intervene(model, edits={"o_proj.output": Patch(0.0)})
+    with block:
+        assert torch.isfinite(model(torch.zeros(1, 3, dtype=torch.long)).logits).all()

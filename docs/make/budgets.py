@@ -10,8 +10,6 @@ from evidence import Row, rows
 from measured import mean, signed
 from relinear.system.grouped import grouped
 
-__all__ = ["PAPERS", "in_page", "picture"]
-
 #: paper -> what a line is called -> the controls of its rows
 PAPERS = {
     "ccl": {"dense of its size": ("dense of its size",)},

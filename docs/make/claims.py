@@ -18,8 +18,6 @@ import forest
 from measured import RESULTS, folded, table
 from relinear.settings.yaml_settings import read_yaml
 
-__all__ = ["PAPERS", "Claim", "in_readme", "pages", "papers"]
-
 PAPERS = ("hdpl", "ccl", "transponder", "cgt", "rotor")
 VERDICTS = {
     "held": "measured and confirmed",

@@ -16,8 +16,6 @@ from typing import Any
 from measured import folded, mean, read, signed, table
 from relinear.system.confidence import half_width
 
-__all__ = ["Pair", "in_page", "pairs", "same", "wilson"]
-
 #: study -> tokens -> the record of its runs
 STUDIES = {
     "CCL, equal parameters": dict.fromkeys((300_000, 1_000_000, 3_000_000), "ccl/budgets/runs.json"),

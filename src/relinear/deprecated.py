@@ -1,5 +1,6 @@
 """Public names that have moved or changed. The old name works for one version, with a DeprecationWarning."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -180,6 +181,7 @@ _ATTRIBUTES_OF_0_2 = {
     "Settings": {"updated": "replace"},
 }
 _Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable)
 
 
 def with_attributes_of_0_2(cls: _Class) -> _Class:
@@ -240,6 +242,22 @@ def declared(module: object, attribute: str) -> tuple[str, ...]:
             if names := getattr(module, old):
                 return names
     return getattr(module, attribute, ())
+
+
+def with_renamed_keyword(old: str, new: str) -> Callable[[_Function], _Function]:
+    """Decorate a function so that its keyword ``new`` works as ``old``, its name of 0.2, and warns."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if old in keywords:
+                warn_renamed(f"{function.__name__}({old}=)", f"{new}=")
+                keywords[new] = keywords.pop(old)
+            return function(*arguments, **keywords)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def overwriting(overwrite: bool, resume: bool | None) -> bool:

@@ -22,7 +22,7 @@ from relinear.activations.hooks import (
     matching_names,
 )
 from relinear.contract.input_checks import check_model
-from relinear.deprecated import warn_renamed, with_attributes_of_0_2
+from relinear.deprecated import warn_renamed, with_attributes_of_0_2, with_renamed_keyword
 from relinear.hf.model_layout import is_checkpointing
 from relinear.settings.messages import quoted
 
@@ -216,6 +216,7 @@ def _broadcastable(value: Values, z: Tensor) -> Tensor:
     return value
 
 
+@with_renamed_keyword("edits", "interventions")
 def intervene(
     model: nn.Module, interventions: Mapping[str, Intervention | Sequence[Intervention]]
 ) -> AbstractContextManager[None]:

@@ -64,7 +64,7 @@ def improve(
     settings: DistillSettings,
     batch: int,
     learning_rate: float,
-    on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> tuple[FitError, FitError]:
     """Train ``modules`` together in place with Adam and a cosine schedule; operators' auxiliary losses are added.
 
@@ -74,7 +74,7 @@ def improve(
         settings: has the number of ``epochs``, and the ``seed`` of the order of the samples.
         batch: samples per step; those that do not fill a step are skipped.
         learning_rate: the initial learning rate.
-        on_progress: called with step, steps and the loss.
+        on_step: called with step, steps and the loss.
 
     Returns:
         the errors before and after. If training raises the error, the initial parameters are restored.
@@ -105,7 +105,7 @@ def improve(
             optimizer.step()
             scheduler.step()
             if step % max(1, len(order) // REPORTS) == 0 or step == len(order):
-                on_progress(step, len(order), float(value.detach()))
+                on_step(step, len(order), float(value.detach()))
     optimizer.zero_grad()
     group.eval()
     after = objective.error()
@@ -273,12 +273,12 @@ class InModelFit:
     batch: int
 
     def improve(
-        self, objective: FitObjective, settings: DistillSettings, on_progress: Callable[..., None]
+        self, objective: FitObjective, settings: DistillSettings, on_step: Callable[..., None]
     ) -> tuple[FitError, FitError]:
         """Train the operators together by ``improve``."""
         unique = list({id(operator): operator for operator in self.operators.values()}.values())
         with frozen_parameters(self.model):
-            return improve(unique, objective, settings, self.batch, settings.learning_rate, on_progress)
+            return improve(unique, objective, settings, self.batch, settings.learning_rate, on_step)
 
     def _ids(self, rows: Tensor | slice) -> Tensor:
         return self.blocks[rows].to(next(self.model.parameters()).device)

@@ -194,7 +194,7 @@ def record(
     outputs: bool = False,
     context_dims: Mapping[str, int] | None = None,
     folder: Path | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_block: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Recording]:
     """Run ``model`` over ``blocks`` and record the inputs of ``modules``; they are available within the ``with`` block.
 
@@ -208,7 +208,7 @@ def record(
         outputs: record outputs instead of inputs.
         context_dims: name of a module that reads a context -> width of the context.
         folder: folder for memory-mapped files; None stores everything in memory.
-        on_progress: called with the numbers of blocks done and of all blocks.
+        on_block: called with the numbers of blocks done and of all blocks.
     """
     dims = dict(context_dims or {})
     finished: set[str] = set()
@@ -235,7 +235,7 @@ def record(
                 done = min(first + batch, len(blocks))
                 recording.new_pass(done * blocks.shape[1])
                 finished.clear()
-                on_progress(done, len(blocks))
+                on_block(done, len(blocks))
         yield recording
 
 

@@ -339,7 +339,7 @@ class Distillation:
         folder = self.folder.path / "recorded" if self.settings.on_disk else None
         report = self._reporting("record", next(iter(modules)).rpartition(".")[0])
         return record(
-            self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=report, **kw
+            self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_block=report, **kw
         )
 
     def fit_decoder_layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:

@@ -18,7 +18,7 @@ from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
-from relinear.deprecated import with_attributes_of_0_2
+from relinear.deprecated import with_attributes_of_0_2, with_renamed_keyword
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import check_not_quantized, finish_surgery_
 from relinear.hf.model_config import loaded_from
@@ -295,6 +295,7 @@ def replace_(
     return plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn, init=init).apply_()
 
 
+@with_renamed_keyword("method", "attachment")
 def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """Attach a model-level part (``ContextManager``, residual method, ...) in place, so that checkpoints restore it.
 
