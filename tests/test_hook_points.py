@@ -65,12 +65,18 @@ def model(request):
 def run(model, interventions=None):
     seen = {}
     points = hook_points(model, outputs=True)
-    hooks = [point.hooks for point in points.values()]
+    hooks, counts = [point.hooks for point in points.values()], counts_of_hooks(model)
     watched = observe(model, lambda name, latent: seen.update({name: latent.z.clone()}), points)
     with activations.intervene(model, interventions or {"lm_head.output": []}), watched:
         logits = model(IDS).logits
     assert [point.hooks for point in points.values()] == hooks
+    assert all(after <= before for after, before in zip(counts_of_hooks(model), counts, strict=True))
     return logits, seen
+
+
+def counts_of_hooks(model):
+    """Of torch's; those that a copy inherits remove themselves."""
+    return [len(hooks) for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
 
 def test_reading_changes_nothing_and_sees_every_token(model) -> None:

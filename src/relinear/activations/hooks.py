@@ -367,7 +367,7 @@ class HookBlock(AbstractContextManager[T]):
         choose: returns the hooks by name, given all hook points of the model. It is called at once, so that its errors
             are raised at the call, and on every entry, as the model may have changed.
         value: what ``with ... as`` binds.
-        check: called with the model on entry and before its forwards, and raises if they would go wrong.
+        check: called with the model before ``choose`` and before forwards, and raises if these would go wrong.
     """
 
     def __init__(
@@ -379,21 +379,24 @@ class HookBlock(AbstractContextManager[T]):
     ) -> None:
         self._model, self._choose, self._value, self._check = model, choose, value, check
         self._exits: list[contextlib.ExitStack] = []
-        choose(hook_points(model, outputs=True))
+        self._points_and_hooks()
+
+    def _points_and_hooks(self) -> tuple[Mapping[str, HookPoint], Mapping[str, ActivationHook]]:
+        if self._check is not None:
+            self._check(self._model)
+        points = hook_points(self._model, outputs=True)
+        return points, self._choose(points)
 
     def __enter__(self) -> T:
-        points = hook_points(self._model, outputs=True)
-        hooks = self._choose(points)
-        check = self._check
+        points, hooks = self._points_and_hooks()
         with contextlib.ExitStack() as stack:
             if any(points[name].kind == OUTPUT for name in hooks):
                 stack.enter_context(_eager_mode)
             for name, hook in hooks.items():
                 stack.callback(points[name].remove_hook, hook)
                 points[name].set_hooks((*points[name].hooks, hook))
-            if check is not None:
-                check(self._model)
-                stack.callback(self._model.register_forward_pre_hook(_ForwardCheck(check)).remove)
+            if self._check is not None:
+                stack.callback(self._model.register_forward_pre_hook(_ForwardCheck(self._check)).remove)
             self._exits.append(stack.pop_all())
         return self._value
 

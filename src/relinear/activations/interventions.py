@@ -251,7 +251,6 @@ def intervene(
         False
     """
     check_model(model, "intervene")
-    _check_not_checkpointing(model)
     return HookBlock(model, functools.partial(_hooks_by_name, interventions), None, _check_not_checkpointing)
 
 

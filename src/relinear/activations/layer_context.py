@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.hf.model_layout import attention_of, decoder_layers, find_decoder, takes_keywords
+from relinear.hf.model_layout import attention_of, decoder_layers, find_decoder, is_recomputed, takes_keywords
 
 #: per thread: attribute ``key`` is a weak reference to the value of the forward that is running
 _running = threading.local()
@@ -95,7 +95,7 @@ class _LayerHooks:
         self.takes_keywords = takes_keywords(layer)
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if layer.training and getattr(layer, "gradient_checkpointing", False):
+        if is_recomputed(layer):
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
             if keywords.get("use_reentrant") is True:  # ``is``: a mock of the function returns any value
                 raise ValueError(
@@ -117,7 +117,7 @@ class _LayerHooks:
         value = kwargs.pop(self.key, None)
         if value is not None:
             self.set_value(self.index, value)
-        elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
+        elif is_recomputed(self.layer):
             raise ValueError(
                 f"{type(self.layer).__name__} does not pass keyword arguments on to its attention, so it cannot be "
                 f"checkpointed with the {self.label}; call model.gradient_checkpointing_disable()"

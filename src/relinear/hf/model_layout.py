@@ -117,7 +117,12 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 def is_checkpointing(model: nn.Module) -> bool:
     """Return whether a backward pass through ``model``, as it is, recomputes a part of it (gradient checkpointing)."""
-    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return any(map(is_recomputed, model.modules()))
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether a backward pass recomputes what ``module`` itself checkpoints, such as a layer's forward."""
+    return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def attention_of(index: int, layer: nn.Module) -> nn.Module:

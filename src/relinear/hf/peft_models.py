@@ -8,6 +8,11 @@ from torch import nn
 
 from relinear.settings.messages import warn_user
 
+#: PEFT's name for the layer inside an adapter
+BASE_LAYER = "base_layer"
+#: what PEFT, FSDP and ``torch.compile`` add to names
+_ADDED = re.compile(rf"\b({BASE_LAYER}|_orig_mod|\w*_wrapped_module|original_module|modules_to_save\.\w+)(\.|$)")
+
 
 def unwrapped(model: Any) -> Any:
     """Return the Hugging Face model inside a PEFT model; any other model is returned unchanged."""
@@ -29,12 +34,6 @@ def is_added_by_peft(module: Any, child: str) -> bool:
     """Return whether PEFT added ``child`` to ``module``: an adapter's part, or a copy for ``modules_to_save``."""
     copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
     return copies or (child != BASE_LAYER and is_adapted(module))
-
-
-#: PEFT's name for the layer inside an adapter
-BASE_LAYER = "base_layer"
-#: what PEFT, FSDP and ``torch.compile`` add to names
-_ADDED = re.compile(rf"\b({BASE_LAYER}|_orig_mod|\w*_wrapped_module|original_module|modules_to_save\.\w+)(\.|$)")
 
 
 def stock_name(name: str) -> str:
@@ -60,13 +59,13 @@ def stock_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module not in seen:
             seen.add(module)
             yield name, module
+            adapted = is_adapted(module)
             for key, child in module.named_children():
-                is_wrapped = key == "_orig_mod" or key.endswith("_wrapped_module")
-                if is_adapted(module):
-                    if key == BASE_LAYER:
-                        yield from walk(child, name)
-                else:
-                    yield from walk(child, name if is_wrapped else f"{name}.{key}" if name else key)
+                is_inside = key == BASE_LAYER if adapted else key == "_orig_mod" or key.endswith("_wrapped_module")
+                if is_inside:
+                    yield from walk(child, name)
+                elif not adapted:
+                    yield from walk(child, f"{name}.{key}" if name else key)
 
     return walk(model, "")
 

@@ -6,8 +6,6 @@ often take longer than the products.
 
 # Legend: N tokens, I in, O out, K blocks
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -33,13 +31,14 @@ def block_product(x: Tensor, blocks: Tensor, total: Tensor | None = None) -> Ten
     """
     count, rows, _ = blocks.shape
     y = x.new_empty(len(x), count * rows) if total is None else total
-    add: Callable[[Tensor, Tensor], object] = Tensor.copy_ if total is None else Tensor.add_
-    in_place = not uses_onednn(x)  # whose products have no result to add to
+    by_onednn = uses_onednn(x)  # its products write into a new tensor
     for block, inputs, results in zip(blocks, x.chunk(count, 1), y.chunk(count, 1), strict=True):
-        if in_place:
+        if not by_onednn:
             results.addmm_(inputs, block.T, beta=0 if total is None else 1)
+        elif total is None:
+            results.copy_(matrix_product(inputs, block))
         else:
-            add(results, matrix_product(inputs, block))
+            results.add_(matrix_product(inputs, block))
     return y
 
 
